@@ -60,7 +60,7 @@ $(STAMP): pyproject.toml
 	@echo "setting up $(VENV); this installs torch and takes some minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --no-compile torch==2.13.0
-	@$(PIP) install --quiet --no-compile "torchft>=0.2,<0.3" -e ".[dev]"
+	@$(PIP) install --quiet --no-compile torchft==0.2.0 -e ".[dev]"
 	@$(BIN)/python -c "import torchft, fft; fft.ManagerFFT"  # compiles the files that jobs import
 	@touch $@
 

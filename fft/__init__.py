@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fft import errors as errors
 from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
-from fft.util.terminal import own_records
+from fft.util.terminal import make_records_printable
 from fft.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _HOME = {
     "restartable": "fft.train.api.restartable",
 }
 
-own_records()
+make_records_printable()
 
 _MODULES = ("abort", "active", "health_checks")
 

@@ -30,8 +30,8 @@ needs_namespaces = pytest.mark.skipif(
 class Host:
     """One of the two hosts. ``name``: its host name, which its /etc/hosts resolves to 127.0.1.1."""
 
-    def __init__(self, space: str, name: str, hosts: Path) -> None:
-        self.space, self.name, self.hosts = space, name, hosts
+    def __init__(self, space: str, name: str, hosts: Path, link: str) -> None:
+        self.space, self.name, self.hosts, self.link = space, name, hosts, link
 
     def ip(self, command: str) -> None:
         """Run ``ip COMMAND`` in its network namespace."""
@@ -63,16 +63,15 @@ def two_hosts(folder: Path, families: str = "46") -> Iterator[tuple[Host, Host]]
                 f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {space}\n"
                 + (f"{bus} {other}\n" if other else "")
             )
-            hosts.append(Host(space, space, known))
+            hosts.append(Host(space, space, known, f"v{tag}{'ab'[number - 1]}"))
         _ip(f"link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}")
         for number, host in enumerate(hosts, 1):
-            link = f"v{tag}{'ab'[number - 1]}"
             if "4" in families:
-                host.ip(f"addr add 10.77.0.{number}/24 dev {link}")
+                host.ip(f"addr add 10.77.0.{number}/24 dev {host.link}")
             if "6" in families:
-                host.ip(f"addr add fd77::{number}/64 dev {link} nodad")
+                host.ip(f"addr add fd77::{number}/64 dev {host.link} nodad")
             host.ip("link set lo up")
-            host.ip(f"link set {link} up")
+            host.ip(f"link set {host.link} up")
         yield hosts[0], hosts[1]
     finally:
         for space in names:

@@ -42,7 +42,7 @@ REPLACED = re.compile(
     r"torn|words?"
 )
 """Parts of identifiers that the glossary replaces."""
-ADAPTER = "fft/train/api/torchft_adapter.py"
+ADAPTER = "fft/train/guard/torchft_adapter.py"
 """The only file that may name private attributes of torchft."""
 TELLS_PARADIGMS_APART = {"ranks", "samples", "is_periodic", "bound", "inner", "stages", "bound_to"}
 """Properties of a spec that only the protocol and the paradigms may read."""

@@ -2,8 +2,8 @@
 
 python -m tools.release    # dist/ then has both; needs the package ``build``
 
-Each is installed into an empty environment outside of the clone, so that a file which only the
-clone has is missed.
+Each is installed into an empty environment outside of the clone, so that a file missing from it is
+noticed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 LIMIT_S = 300
-"""For a run of README's script, which takes seconds."""
+"""Limit for a run of README's script, which takes seconds."""
 
 
 def _run(*command: str | Path, folder: Path, within: float | None = None) -> None:

@@ -163,7 +163,7 @@ def without_password(url: str) -> str:
 
 
 def with_job_of(url: str, other: str) -> str:
-    """Return ``url`` with the job's name of ``other``, which may lack the password."""
+    """Return ``url`` with the job name of ``other``, a URL whose password may be hidden."""
     return f"{url.rpartition('/')[0]}/{other.rpartition('/')[2]}"
 
 

@@ -148,7 +148,7 @@ def _tls(shown: str) -> ssl.SSLContext:
             context.load_cert_chain(cert, f"{folder}/tls.key")
     except OSError as error:
         raise BusError(
-            f"bus URL {shown!r}: {error}: {folder}/ca.crt, or tls.crt with tls.key (FFT_NATS_TLS)"
+            f"bus URL {shown!r}: {error}: check ca.crt, tls.crt, tls.key in FFT_NATS_TLS={folder}"
         ) from error
     return context
 

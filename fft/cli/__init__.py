@@ -13,13 +13,13 @@ import typer
 from fft.cli import checkpoints, launch, operate, prove, run, specs, traces
 from fft.cli.shared import GroupedHelp
 from fft.launch.exit_status import IN_WORDS
-from fft.util.terminal import own_process
+from fft.util.terminal import make_process_printable
 
 
 class _App(typer.Typer):
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the command in a process that is FFT's own."""
-        own_process()
+        """Run the command, with printable logs and unhandled errors."""
+        make_process_printable()
         return typer.main.get_command(self)(*args, **kwargs)
 
 
@@ -43,6 +43,7 @@ app.command()(traces.report)
 app.command()(traces.audit)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.command()(specs.config)
+app.command()(specs.doctor)
 
 dev = typer.Typer(
     help="Develop specs and FFT itself: search, simulate, draw, inject.", no_args_is_help=True

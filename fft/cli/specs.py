@@ -1,4 +1,4 @@
-"""The commands that show a spec: `fft config` and `fft dev spec`, `graph` and `schema`."""
+"""The commands `fft config`, `fft doctor`, and `fft dev spec`, `graph` and `schema`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def graph(
 
 
 def check_spec(spec: Annotated[str, SPEC]) -> None:
-    """Validate a spec and say what it is: what is trained, who votes when, states and rows."""
+    """Validate a spec and print its parameter groups, votes, states and number of rows."""
     from fft.protocol.load import load_machine
     from fft.protocol.scopes import flow_in_words, in_words
     from fft.protocol.spec import FsmSpec
@@ -90,6 +90,16 @@ def config(
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
     console().print(table)
+
+
+def doctor() -> None:
+    """Show the versions of Python, torch and torchft, whether FFT was tried with them, and what is
+    lacking."""
+    from fft.util import versions
+
+    lines, works = versions.doctor()
+    put("\n".join(lines) + "\n")
+    raise typer.Exit(0 if works else 1)
 
 
 def schema() -> None:

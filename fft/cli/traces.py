@@ -52,8 +52,7 @@ def report(
         typer.Option(metavar="URL", help="Send spans and figures to an OTLP/HTTP collector."),
     ] = None,
 ) -> None:
-    """Show what a run has achieved, what each fault has cost, and what ranks waited for; or bring
-    this into another form."""
+    """Show speed, cost of faults and waits of a run; or write or send it in another form."""
     from fft.trace import report as of
 
     with plain_errors():

@@ -1,7 +1,7 @@
 """Fault plans: faults that are injected on purpose at exact places of a training run.
 
 A plan is a YAML or JSON file with a list ``faults:``; ``load_plan`` reads and validates it. ``fft
-inject`` sends the same data. Pure except for reading the file, and free of torch.
+dev inject`` sends the same data. Pure except for reading the file, and free of torch.
 ``fft.train.guard.injector`` injects the faults of participants, the supervisor those of its
 services.
 """

@@ -122,7 +122,7 @@ class FetchReport(_Report):
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class IdleReport(_Report):
-    """The script of a rank has worked for ``seconds`` between two transactions until now."""
+    """Time that the script of a rank worked between two transactions, until this report."""
 
     seconds: Seconds
     v: Literal[1] = 1

@@ -200,7 +200,7 @@ class Course:
         return True
 
     def take_idle(self, seconds: float, at: float) -> None:
-        """Take the time that a script worked between two transactions until ``at``."""
+        """Add ``seconds`` of work between two transactions, which ended at ``at``."""
         insort(self.idle, (at - seconds, at))
 
     # --- results ---

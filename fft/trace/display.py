@@ -236,7 +236,7 @@ def _loss(loss: float | None) -> str:
 
 
 class SafeConsole(Console):
-    """A console that shows the control characters of texts; its own colours stay."""
+    """A console that shows control characters in text as signs, and keeps its own styles."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

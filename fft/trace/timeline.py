@@ -179,7 +179,7 @@ def timeline_of(directory: Path) -> tuple[Timeline, Course]:
 
 
 def page(directory: Path) -> str:
-    """Return the page with all starts of a job as HTML; it opens with that of ``directory``."""
+    """Return an HTML page with all starts of a job; it opens with the start of ``directory``."""
     own = directory.resolve()
     folders = [f for f in start_folders(root_of(own)) if f == own or any(f.glob("*.jsonl"))]
     starts = [_plain(folder, *timeline_of(folder)) for folder in folders]

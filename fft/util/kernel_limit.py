@@ -22,11 +22,12 @@ _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),  # seconds of silence before the first probe
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 25_000),  # milliseconds for sent data, which are not probed
 )
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Send probes on an idle TCP connection, and end it after 25 s without an answer.
+    """Send probes on an idle TCP connection, and end it after 25 s without any answer.
 
     The probes also keep the connection in the tables of firewalls and of translating routers.
     """

@@ -1,7 +1,8 @@
-"""The only way of texts to a terminal: their control characters are shown, not obeyed.
+"""Write text to a terminal with visible signs for control characters.
 
-Host names, errors of scripts, and messages from the bus are not FFT's own. A terminal would clear
-its screen, set its title, or overwrite other lines for them.
+Host names, errors of scripts, and messages from the bus may contain control characters. A terminal
+would obey them: clear its screen, set its title, or overwrite other lines. All output of FFT
+therefore passes through this module.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ def put(text: str) -> None:
 
 
 def write_err(line: str) -> None:
-    """Write a line of FFT to standard error."""
+    """Write ``line``, prefixed with ``fft:``, to standard error."""
     sys.stderr.write(printable(f"fft: {line}\n"))
 
 
 def show_error(error: BaseException) -> None:
-    """Write an error that nothing handles to standard error, with its traceback."""
+    """Write an unhandled error, with its traceback, to standard error."""
     sys.stderr.write(printable("".join(traceback.format_exception(error))))
 
 
-def own_process() -> None:
-    """Show unhandled errors and the logs of libraries the same way, in a process of FFT."""
-    own_records("")
+def make_process_printable() -> None:
+    """Make unhandled errors and all log records printable, in a process that runs only FFT."""
+    make_records_printable("")
     sys.excepthook = lambda kind, error, place: show_error(error)
     threading.excepthook = lambda args: show_error(args.exc_value or args.exc_type())
 
 
-def own_records(root: str = "fft") -> None:
-    """Make log records printable before any handler, such as those of a rank's script, gets them.
+def make_records_printable(root: str = "fft") -> None:
+    """Make log records printable before any handler, such as one of a training script, gets them.
 
     Args:
-        root: Beginning of the names of the loggers whose records these are.
+        root: Prefix of the names of the loggers whose records are changed.
     """
     make = logging.getLogRecordFactory()
 
@@ -68,7 +69,7 @@ def own_records(root: str = "fft") -> None:
             with suppress(TypeError, ValueError):  # arguments do not fit; the handler reports it
                 if (text := record.getMessage()) != (shown := printable(text)):
                     record.msg, record.args = shown, ()
-            if record.exc_info:  # formatters take the text that is there
+            if record.exc_info:  # formatters reuse exc_text if it is set
                 record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
         return record
 

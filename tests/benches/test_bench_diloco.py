@@ -53,7 +53,7 @@ def test_consumed_slices_are_counted_from_the_register() -> None:
     assert found.exact and str(found) == "3 / 0 / 0"
 
 
-def test_without_leases_a_commit_consumes_what_it_moves_over() -> None:
+def test_commit_without_leases_consumes_all_slices_up_to_its_cursor() -> None:
     lines = [record(1, "epoch", 0, {}), record(2, "commit", 2, {}), record(3, "abort", 2, {})]
     assert slices(lines) == Slices(2, 2, 0, 0, 0)
 
@@ -71,7 +71,7 @@ def test_a_slice_that_is_consumed_twice_is_counted(wrong: dict[str, Any]) -> Non
     assert (found.twice, found.never) == (1, 0) and not found.exact
 
 
-def test_a_slice_that_nobody_has_is_counted() -> None:
+def test_slice_neither_consumed_nor_returned_is_counted() -> None:
     lines = leased()
     lines[4] = record(4, "epoch", 4, {"0": 2})  # 3 is not returned
     lines[5] = record(5, "commit", 5, {"0": 4})
@@ -79,7 +79,7 @@ def test_a_slice_that_nobody_has_is_counted() -> None:
     assert (found.never, found.held) == (1, 1) and not found.exact
 
 
-def test_a_missing_record_is_said() -> None:
+def test_missing_record_raises_value_error_with_its_number() -> None:
     lines = leased()
     del lines[2]
     with pytest.raises(ValueError, match="record 3 of the register"):
@@ -122,8 +122,8 @@ def test_trainers_of_one_rank_a_group_refuse_a_layout_of_more(
     assert chaos_arguments(["random", "--trainer", "gpt"]).layout == ["3x1", "2x2"]
     with pytest.raises(SystemExit):
         chaos_arguments(["random", "--trainer", "local_sgd", "--layout", "2x2"])
-    said = capsys.readouterr().err
-    assert "--trainer local_sgd does not train in 2x2: give --layout 3x1" in said
+    output = capsys.readouterr().err
+    assert "--trainer local_sgd does not train in 2x2: give --layout 3x1" in output
 
 
 def test_some_faults_become_drains_of_the_same_group() -> None:
@@ -165,7 +165,7 @@ def of(kind: str, found: list[Cost]) -> Cost:
     return next(cost for cost in found if cost.kind == kind)
 
 
-def test_a_step_that_fails_is_lost_and_its_samples_are_not_if_they_come_again() -> None:
+def test_failed_step_is_lost_but_its_samples_are_not_if_repeated() -> None:
     events = [begin(1, 0, 1), begin(1, 1, 2), event("fault", 2, 1, kind="exception", step=0)]
     events += [event("failed", 3, 1), begin(4, 1, 2), sync(5, 0, 1, 1), sync(5, 1, 1, 2)]
     assert of("exception", costs(events)) == Cost("exception", faults=1, lost_steps=1)
@@ -217,7 +217,7 @@ def test_divergent_groups_are_counted_by_step() -> None:
     assert curve(events) == [(1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5)]
 
 
-def test_faults_come_in_turn_when_the_job_is_whole_and_leave_time_at_the_end() -> None:
+def test_fault_schedule_cycles_the_kinds_and_leaves_time_at_the_end() -> None:
     plan = Schedule(outer=60, every=10)
     assert plan.due(0, 9, WHOLE) is None
     assert plan.due(0, 10, WHOLE - 1) is None
@@ -232,7 +232,7 @@ def test_a_run_without_a_fault_is_refused(words: list[str]) -> None:
     assert (arguments([]).outer, arguments([]).every) == (300, 10)
 
 
-def test_the_picture_has_a_line_for_each_job_and_a_mark_for_each_fault() -> None:
+def test_picture_has_a_line_per_job_and_a_mark_per_fault() -> None:
     curves = {"fft": [(1, 4.0), (2, 3.0)], "torchft-clean": [(1, 4.2), (2, 3.5)]}
     drawn = ElementTree.fromstring(plot.svg(curves, {"fft": [(1, "kill")]}, 2))
     lines = [e for e in drawn if e.tag.endswith("path") and "L" in e.attrib["d"]]

@@ -83,7 +83,7 @@ def test_the_group_that_the_fault_takes_is_not_waited_for() -> None:
     assert found.whole_ms is None
 
 
-def test_a_survivor_that_does_not_commit_again_makes_it_never() -> None:
+def test_survivor_that_never_commits_again_makes_the_outcome_never() -> None:
     dead = event("died", FAULT_MS + 500, -1, of=[1, 0], pid_of=101)
     found = outcome(EXCEPTION, [*before(), fault(), dead, *after(70), over(2000)])
     assert found.never and found.next_commit_ms is None and found.whole_ms is None
@@ -105,7 +105,7 @@ def test_the_same_step_in_another_epoch_is_no_split() -> None:
     assert outcome(EXCEPTION, [*before(), fault(), *again, over(100)]).splits == 0
 
 
-def test_all_groups_must_have_committed_the_step_that_all_contributed_to() -> None:
+def test_recovery_needs_a_step_that_all_groups_contributed_to() -> None:
     apart = [commit(FAULT_MS + 50, g, 11, n=2) for g in (0, 1)]
     apart += [commit(FAULT_MS + ms, g, 12) for g, ms in ((0, 95), (1, 96))]
     events = [*before(), fault(), *apart, over(100)]
@@ -254,7 +254,7 @@ def test_the_target_of_a_hang_counts_from_its_threshold(
     assert target == f"≤ {limit}: 0 of 1"
 
 
-def test_a_system_that_is_not_here_has_a_line_that_says_why(tmp_path: Path) -> None:
+def test_missing_system_has_a_row_with_the_reason(tmp_path: Path) -> None:
     results = Results(tmp_path)
     results.add_absence(KILL, SYSTEMS["nvrx"], "it is not installed")
     ((*_, name, count, why),) = [row[:4] for row in page.fault_rows(results)]
@@ -270,11 +270,11 @@ def test_ratios_need_both(tmp_path: Path) -> None:
 
 def handled(on: str, at_ms: float, txn: int, took_ms: float = 0.2, **more: Any) -> dict[str, Any]:
     """Return a trace line of an event of that txn with the time for which the engine handled it."""
-    told: dict[str, Any] = {"type": on, "token": [1, txn], **more}
+    move_event: dict[str, Any] = {"type": on, "token": [1, txn], **more}
     if on == "decision":
-        told["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
+        move_event["record"] = {"kind": "commit", "epoch": 1, "txn": txn}
     times = {"at": at_ms / 1e3, "mono": (at_ms + took_ms) / 1e3}
-    return {"kind": "transition", "on": on, "event": told, **times}
+    return {"kind": "transition", "on": on, "event": move_event, **times}
 
 
 def test_the_legs_of_a_step_are_between_the_last_of_each_kind() -> None:

@@ -17,7 +17,7 @@ def entry_kinds(layout: Layout) -> set[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_kind_is_there_at_every_phase_that_it_has(layout: Layout) -> None:
+def test_every_fault_kind_is_covered_at_each_of_its_phases(layout: Layout) -> None:
     expected = {
         (kind, phase)
         for kind, model in MODELS.items()
@@ -31,7 +31,7 @@ def test_all_phases_are_met_by_some_layout() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_case_is_a_plan_that_spares_group_0_and_has_a_name_of_its_own(layout: Layout) -> None:
+def test_each_chaos_case_spares_group_0_and_has_a_unique_name(layout: Layout) -> None:
     cases = [case for s in suites(layout) for case in s.cases]
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:

@@ -43,16 +43,16 @@ def run(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Run parts that are these scripts; return the results by name, and the output."""
     runner.prepare_children()
-    said: list[str] = []
+    output: list[str] = []
     parts = [part(name, (limits or {}).get(name, LIMIT_S)) for name in scripts]
 
     def command(each: Part) -> list[str]:
         findings = str(folder / each.name / FINDINGS)
         return [sys.executable, "-c", FINDS + scripts[each.name], findings]
 
-    tell = lambda result: said.append(runner.in_words(result))  # noqa: E731
+    tell = lambda result: output.append(runner.in_words(result))  # noqa: E731
     results = runner.run(parts, "cpu", True, folder, total_s, tell, command)
-    return {result["part"]: result for result in results}, said
+    return {result["part"]: result for result in results}, output
 
 
 GOOD = "pen.check('it holds', True, figure=1.5)\n"
@@ -66,7 +66,7 @@ def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- which parts ----------------------------------------------------------------------------------
 
 
-def test_parts_are_chosen_by_number_and_name_in_the_order_of_their_turns() -> None:
+def test_parts_are_selected_by_number_and_name_in_run_order() -> None:
     assert sorted(chosen([]), key=lambda p: p.number) == list(PARTS)
     assert [p.name for p in chosen(["1", "transfer", "5"])] == ["transfer", "across_groups"]
     with pytest.raises(ValueError, match=r"no part 'nccl'; there are 1 \(across_groups\), 2"):
@@ -92,7 +92,7 @@ def test_parts_that_crash_hang_and_fail_hide_no_other(tmp_path: Path) -> None:
         "fails6": GOOD + "pen.check('it does not hold', False, 'because')\n",
         "good7": GOOD + "pen.absent('half of it', 'needs a GPU')\n",
     }
-    results, said = run(tmp_path, scripts, {"hangs1": 3.0})
+    results, output = run(tmp_path, scripts, {"hangs1": 3.0})
     assert {name: result["status"] for name, result in results.items()} == {
         "hangs1": "hung",
         "good2": "ok",
@@ -109,8 +109,8 @@ def test_parts_that_crash_hang_and_fail_hide_no_other(tmp_path: Path) -> None:
     assert "it was here" in results["hangs1"]["why"], "its last output"
     assert "without having found anything" in results["silent5"]["why"]
     assert "without 1 that cannot be tried here" in results["good7"]["why"]
-    assert "failed: it does not hold: because" in "\n".join(said)
-    assert len(said) == len(scripts), "each is told of at once"
+    assert "failed: it does not hold: because" in "\n".join(output)
+    assert len(output) == len(scripts), "each is told of at once"
 
 
 def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
@@ -119,16 +119,16 @@ def test_a_part_that_has_judged_nothing_is_not_well(tmp_path: Path) -> None:
         "measured2": "pen.measured('a figure', ms=3)\n",
         "both3": "pen.measured('a way', 'no'); pen.absent('two ranks', 'no way is known')\n",
     }
-    results, said = run(tmp_path, scripts)
+    results, output = run(tmp_path, scripts)
     assert {result["status"] for result in results.values()} == {"skipped"}
     assert results["absent1"]["why"] == "nothing was tried: it: needs the package nothing"
     assert results["measured2"]["why"] == "nothing was tried: it has only measured"
     assert results["both3"]["why"] == "nothing was tried: two ranks: no way is known"
-    assert "not here: it: needs the package nothing" in "\n".join(said)
+    assert "not here: it: needs the package nothing" in "\n".join(output)
     assert runner.exit_code(results.values()) == runner.FAILED, "not one was tried"
 
 
-def test_processes_of_a_part_end_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_part_end_with_the_part(tmp_path: Path) -> None:
     """Its child has its own session and outlives the part; so does the child of a part that
     hangs."""
     start = (
@@ -142,12 +142,12 @@ def test_processes_of_a_part_end_with_it(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists(), result
 
 
-def test_parts_that_are_not_begun_when_the_time_for_all_is_over_are_listed(tmp_path: Path) -> None:
+def test_parts_not_begun_within_the_total_time_are_listed(tmp_path: Path) -> None:
     scripts = {"hangs1": "time.sleep(600)", "late2": GOOD, "late3": GOOD}
-    results, said = run(tmp_path, scripts, total_s=3.5)
+    results, output = run(tmp_path, scripts, total_s=3.5)
     assert results["hangs1"]["status"] == "hung", "its own limit is longer"
     assert [results[f"late{n}"]["status"] for n in (2, 3)] == ["not begun"] * 2
-    assert "3. the part late3: not begun (0.0 s): the 3.5 s for all parts were over" in said
+    assert "3. the part late3: not begun (0.0 s): the 3.5 s for all parts were over" in output
     assert runner.exit_code(results.values()) == runner.DIED
 
 
@@ -183,7 +183,7 @@ def test_unused_time_of_a_part_goes_to_the_next(
         ([], 0),
     ],
 )
-def test_the_exit_code_says_what_failed(statuses: list[str], code: int) -> None:
+def test_exit_code_depends_on_the_part_statuses(statuses: list[str], code: int) -> None:
     assert runner.exit_code({"status": status} for status in statuses) == code
 
 
@@ -194,7 +194,7 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_real_part_that_hangs_tells_where(
+def test_hanging_part_reports_its_thread_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run a part through `tests.acceptance.gpu.part` with a replacement for torch that hangs."""
@@ -277,9 +277,9 @@ def test_missing_package_is_reported_with_the_fix(
 ) -> None:
     """Without a GPU there is no fix."""
     about = {**MACHINE, **changes}
-    said = machine.missing(about)
-    assert why in said
-    assert bool(said) == bool(why)
+    reason = machine.missing(about)
+    assert why in reason
+    assert bool(reason) == bool(why)
     if mend is not None:
         assert mend in machine.mend(about)
         assert bool(machine.mend(about)) == bool(mend)
@@ -326,7 +326,7 @@ def test_the_commit_is_known_where_the_tree_has_no_history(
 
 
 @pytest.mark.long
-def test_nothing_that_the_parts_need_fails_on_import_with_an_older_torch() -> None:
+def test_imports_of_the_parts_work_with_an_older_torch() -> None:
     """torch 2.11 has no GroupName. Everything has been imported and run on CPU with 2.11."""
     script = """
 import builtins
@@ -361,7 +361,7 @@ def test_a_name_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.Mo
     assert base_env({})["RES_OPTIONS"] == "timeout:1 attempts:1", "of jobs by `fft run`, too"
 
 
-def test_the_page_tells_the_machine_each_part_and_each_finding(tmp_path: Path) -> None:
+def test_gpu_page_lists_machine_parts_and_findings(tmp_path: Path) -> None:
     scripts = {"good1": GOOD, "fails2": "pen.check('a | b', False, 'one\\ntwo\\n<three>')\n"}
     results, _ = run(tmp_path, scripts)
     target = tmp_path / "gpu.md"
@@ -411,7 +411,7 @@ def ended_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return ended.value.code
 
 
-def test_the_page_is_written_from_what_another_machine_has_found(
+def test_gpu_page_is_written_from_results_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run there was ended while it wrote the result of a part."""
@@ -431,7 +431,7 @@ def test_the_page_is_written_from_what_another_machine_has_found(
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "expected"),
     [
         ([], "no results of"),
         ([{"status": "ok"}], "no results of"),
@@ -444,12 +444,12 @@ def test_invalid_run_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     lines: list[Any],
-    said: str,
+    expected: str,
 ) -> None:
     path = saved(tmp_path, *lines)
     assert ended_by(monkeypatch, "--page", str(path)) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert str(path) in error
 
 
@@ -484,19 +484,21 @@ def test_the_commands_exit_code(
     monkeypatch.setattr(runner, "run", results)
     assert ended_by(monkeypatch, "--folder", str(tmp_path / "run")) == code
     assert begun == (chosen([]) if statuses else [])
-    said = capsys.readouterr().out
-    assert said.startswith({0: "skipped: ", 4: "failed: "}.get(code, "") if not statuses else "dev")
+    output = capsys.readouterr().out
+    assert output.startswith(
+        {0: "skipped: ", 4: "failed: "}.get(code, "") if not statuses else "dev"
+    )
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "tests.acceptance.gpu", *words]
+    arguments = [sys.executable, "-m", "tests.acceptance.gpu", *words]
     return subprocess.run(
-        told, capture_output=True, text=True, timeout=LIMIT_S * 2, cwd=runner.ROOT
+        arguments, capture_output=True, text=True, timeout=LIMIT_S * 2, cwd=runner.ROOT
     )
 
 
 @pytest.mark.long
-def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
+def test_gpu_run_without_a_gpu_prints_one_line_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = command()

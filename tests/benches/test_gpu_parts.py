@@ -146,7 +146,7 @@ REFUSED = "exit codes [1, 1]: ncclInvalidUsage: Duplicate GPU detected"
 
 
 @pytest.mark.parametrize(
-    ("connects", "tried", "status", "says"),
+    ("connects", "tried", "status", "expected"),
     [
         (REFUSED, [], "skipped", "connects them in no way that is known"),
         ("exit codes [1, 1]: AttributeError", [], "failed", ""),
@@ -167,7 +167,7 @@ def test_two_ranks_that_have_tried_nothing_are_not_well(
     connects: str,
     tried: list[dict[str, Any]],
     status: str,
-    says: str,
+    expected: str,
 ) -> None:
     def ended(setting: Setting, way: str, trial: str, ring: str) -> nccl_pair.Ended:
         if trial == "connects":
@@ -178,7 +178,7 @@ def test_two_ranks_that_have_tried_nothing_are_not_well(
     nccl_pair.run(Pen(tmp_path / "found", "nccl_pair"), setting(tmp_path))
     judged, why = runner._judge(0, FAR_S, read(tmp_path / "found"))
     assert judged == status
-    assert says in why
+    assert expected in why
 
 
 # --- how much of the device's work is in flight --------------------------------------------------

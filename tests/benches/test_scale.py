@@ -36,7 +36,7 @@ def phases(design: Design, groups: int, ranks: int = 2, seed: int = 1) -> dict[s
 
 @pytest.mark.parametrize("design", [SHIPPED, NEXT], ids=lambda d: d.name)
 @pytest.mark.parametrize(("groups", "ranks"), [(2, 1), (2, 2), (3, 4), (5, 8), (10, 2)])
-def test_requests_are_what_the_closed_form_says(design: Design, groups: int, ranks: int) -> None:
+def test_requests_match_the_closed_form(design: Design, groups: int, ranks: int) -> None:
     found = phases(design, groups, ranks)
     names: tuple[PhaseName, ...] = ("step", "rollback", "kill")
     for name in names:
@@ -80,7 +80,7 @@ def test_requests_of_one_participant_do_not_grow_with_the_job() -> None:
 
 
 @pytest.mark.long
-def test_bytes_of_one_participant_grow_with_the_job_only_where_lists_are_read() -> None:
+def test_bytes_per_participant_grow_only_where_lists_are_read() -> None:
     def each(design: Design, name: str, groups: int = 16) -> float:
         small, large = phases(design, 4, 4)[name], phases(design, groups, 4)[name]
         return (large.bytes / large.participants) / (small.bytes / small.participants)
@@ -91,7 +91,7 @@ def test_bytes_of_one_participant_grow_with_the_job_only_where_lists_are_read() 
     assert each(NEXT, "kill") < 1.0
 
 
-def test_a_formed_job_is_what_its_participants_come_to_by_themselves() -> None:
+def test_preformed_job_equals_one_that_forms_itself() -> None:
     by_itself = job(SHIPPED, 3, formed=False)
     start = by_itself.start()
     assert start.formed is not None and start.formed < start.span
@@ -105,7 +105,7 @@ def test_a_formed_job_is_what_its_participants_come_to_by_themselves() -> None:
     assert Counter(by_itself.step().operations) == Counter(given.step().operations)
 
 
-def test_in_the_first_txn_of_an_epoch_every_rank_votes_at_the_jobs_store() -> None:
+def test_first_txn_of_an_epoch_votes_at_the_store_of_the_job() -> None:
     made = job(SHIPPED, 4, 3)
     assert [made.step().operations["append"] for _ in range(3)] == [12, 4, 4]
 
@@ -128,7 +128,7 @@ def test_the_store_is_one_server_that_is_waited_for() -> None:
     assert large.span >= large.busy
 
 
-def test_a_phase_that_cannot_end_says_where_the_job_stands() -> None:
+def test_stalled_phase_names_the_states_of_the_participants() -> None:
     made = job(SHIPPED, 2, 1)
     lost = made.nodes[1]
     lost.alive = False  # without a death notice its vote is waited for, and no timer fires here

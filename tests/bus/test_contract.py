@@ -23,7 +23,7 @@ def by_writer(messages: list[bytes], name: str) -> list[int]:
 
 
 @pytest.mark.one_in(3)
-def test_all_listeners_hear_all_writers_in_one_order(connect: Connect) -> None:
+def test_all_listeners_receive_all_writers_in_one_order(connect: Connect) -> None:
     listeners = [Heard(connect()) for _ in range(3)]
     writers = {name: connect() for name in "abcd"}
     start = threading.Barrier(len(writers))
@@ -35,11 +35,11 @@ def test_all_listeners_hear_all_writers_in_one_order(connect: Connect) -> None:
 
     with ThreadPoolExecutor(len(writers)) as pool:
         list(pool.map(write, writers))
-    heard = [listener.wait(800) for listener in listeners]
-    assert heard[0] == heard[1] == heard[2]
-    assert len(heard[0]) == 800
+    received = [listener.wait(800) for listener in listeners]
+    assert received[0] == received[1] == received[2]
+    assert len(received[0]) == 800
     for name in writers:
-        assert by_writer(heard[0], name) == list(range(200))
+        assert by_writer(received[0], name) == list(range(200))
 
 
 def test_one_client_may_be_used_by_many_threads(connect: Connect) -> None:
@@ -58,18 +58,18 @@ def test_subscription_starts_now(connect: Connect) -> None:
     assert listener.wait(1) == [b"after"]
 
 
-def test_a_listener_hears_its_topics_and_no_others(connect: Connect) -> None:
+def test_listener_receives_only_its_topics(connect: Connect) -> None:
     buses = [connect(), connect()]
-    heard: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
+    received: dict[Topic, list[Heard]] = {t: [Heard(b, topic=t) for b in buses] for t in TOPICS}
     for number in range(20):
         for topic in TOPICS:
             buses[number % 2].broadcast(f"{topic}:{number}".encode(), topic)
-    for topic, listeners in heard.items():
+    for topic, listeners in received.items():
         expected = [f"{topic}:{number}".encode() for number in range(20)]
         assert [listener.wait(20) for listener in listeners] == [expected, expected]
     buses[0].broadcast(b"for the core")
-    heard["protocol"][1].wait(21)
-    for topic, listeners in heard.items():
+    received["protocol"][1].wait(21)
+    for topic, listeners in received.items():
         assert listeners[1].messages[20:] == ([b"for the core"] if topic == "protocol" else [])
 
 
@@ -86,10 +86,10 @@ def test_every_topic_has_one_order(connect: Connect, topic: Topic) -> None:
 
     with ThreadPoolExecutor(len(writers)) as pool:
         list(pool.map(write, writers))
-    heard = [listener.wait(150) for listener in listeners]
-    assert heard[0] == heard[1]
+    received = [listener.wait(150) for listener in listeners]
+    assert received[0] == received[1]
     for name in writers:
-        assert by_writer(heard[0], name) == list(range(50))
+        assert by_writer(received[0], name) == list(range(50))
 
 
 def test_a_topic_is_closed_alone(connect: Connect) -> None:
@@ -124,7 +124,7 @@ def test_overrun_in_one_topic_leaves_the_others_working(connect: Connect) -> Non
     assert not protocol.lost
 
 
-def test_keys_of_a_topic_nobody_hears_stay_bounded(connect: Connect) -> None:
+def test_keys_of_a_topic_without_listeners_stay_bounded(connect: Connect) -> None:
     bus = connect()
     before = bus.key_count()
     for number in range(RING_MESSAGES + 100):
@@ -192,7 +192,7 @@ def test_a_listener_that_raises_lives_on(
     assert "cannot read this" in caplog.text
 
 
-def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) -> None:
+def test_inbox_keeps_messages_sent_before_a_listener_subscribes(connect: Connect) -> None:
     sender, receiver = connect(), connect()
     sent = [b"", ANY_BYTES, b"x" * MAX_MESSAGE_BYTES]
     for payload in sent:
@@ -208,7 +208,7 @@ def test_an_inbox_keeps_what_is_sent_before_anybody_listens(connect: Connect) ->
 
 
 @pytest.mark.one_in(3)
-def test_an_inbox_hears_each_of_many_senders_in_order_and_once(connect: Connect) -> None:
+def test_inbox_receives_messages_of_many_senders_in_order_and_once(connect: Connect) -> None:
     names, count = "abcdefgh", 125
     listener = Heard(connect(), inbox="mine")
     broadcasts = Heard(connect())
@@ -240,7 +240,7 @@ def test_an_inbox_waits_for_a_slow_listener_without_a_bound(connect: Connect) ->
     assert slow.wait(count) == [b"%d" % number for number in range(count)]
 
 
-def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
+def test_deleted_inbox_loses_its_messages(connect: Connect) -> None:
     bus = connect()
     bus.send("mine", b"first")
     bus.delete("mine")
@@ -256,7 +256,7 @@ def test_an_inbox_is_removed_with_what_is_in_it(connect: Connect) -> None:
     assert bus.key_count() == before
 
 
-def test_a_closed_inbox_hears_nothing_more(connect: Connect) -> None:
+def test_closed_inbox_receives_no_further_messages(connect: Connect) -> None:
     bus = connect()
     listener = Heard(bus, inbox="mine")
     bus.send("mine", b"1")
@@ -289,7 +289,7 @@ def test_an_inbox_may_be_closed_from_its_callback(connect: Connect) -> None:
     assert not listener.lost
 
 
-def test_closed_subscription_hears_nothing_more(connect: Connect) -> None:
+def test_closed_subscription_receives_no_further_messages(connect: Connect) -> None:
     bus = connect()
     closed, open_still = Heard(bus), Heard(bus)
     bus.broadcast(b"1")
@@ -313,7 +313,7 @@ def test_subscription_may_be_closed_from_its_callback(connect: Connect) -> None:
     assert not listener.lost
 
 
-def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
+def test_listener_that_falls_behind_gets_bus_overrun(connect: Connect) -> None:
     bus = connect()
     release = threading.Event()
     slow = Heard(bus, lambda payload: release.wait(60) and None)
@@ -329,8 +329,8 @@ def test_a_listener_that_falls_behind_is_told(connect: Connect) -> None:
         release.set()
     error = slow.wait_lost()
     assert isinstance(error, BusOverrun)
-    heard = [int(m) for m in slow.messages]
-    assert heard == list(range(len(heard))), "before the loss nothing was left out"
+    received = [int(m) for m in slow.messages]
+    assert received == list(range(len(received))), "before the loss nothing was left out"
     bus.broadcast(b"later")
     quick.wait(count + 1)
     assert slow.lost == [error]
@@ -362,19 +362,19 @@ def test_a_register_that_is_gone_is_no_win(connect: Connect, desired: bytes) -> 
 
 def test_only_the_winner_announces_a_decision(connect: Connect) -> None:
     a, b = connect(), connect()
-    heard = [Heard(a), Heard(b)]
+    received = [Heard(a), Heard(b)]
     assert a.decide("k", None, b"1", b"one") == b"1"
     assert b.decide("k", None, b"2", b"lost") == b"1"
     assert b.decide("k", b"1", b"2", b"two") == b"2"
     with pytest.raises(BusForgot, match="'gone'"):
         a.decide("gone", b"1", b"2", b"forgotten")
     b.broadcast(b"end")
-    for listener in heard:
+    for listener in received:
         listener.wait(3)
         assert listener.messages == [b"one", b"two", b"end"]
 
 
-def test_compare_set_has_one_winner_and_all_see_it(connect: Connect) -> None:
+def test_compare_set_has_one_winner_seen_by_all_clients(connect: Connect) -> None:
     clients = [connect() for _ in range(6)]
     start = threading.Barrier(len(clients))
 
@@ -614,7 +614,7 @@ def test_close_is_final_and_idempotent(connect: Connect) -> None:
     assert not inbox.lost
 
 
-def test_generation_tells_one_life_of_the_bus(connect: Connect, url: str) -> None:
+def test_generation_identifies_one_lifetime_of_the_bus(connect: Connect, url: str) -> None:
     bus = connect()
     with open_bus(url, generation=bus.generation) as again:
         assert again.generation == bus.generation
@@ -645,7 +645,7 @@ def test_generation_tells_one_life_of_the_bus(connect: Connect, url: str) -> Non
         "tcp://127.0.0.1:4222/job?x=1",
     ],
 )
-def test_bad_urls_name_themselves_and_the_mend(bad: str) -> None:
+def test_bad_urls_name_themselves_and_the_fix(bad: str) -> None:
     with pytest.raises(BusError) as caught:
         open_bus(bad)
     assert repr(bad) in str(caught.value)

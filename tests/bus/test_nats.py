@@ -101,13 +101,13 @@ def test_an_old_client_cannot_write_to_the_next_life(server: NatsServers) -> Non
     with open_bus(server.url, timeout=20.0) as bus:
         restart(server, empty=True)
         with open_bus(server.url) as fresh:
-            heard = Heard(fresh)
+            received = Heard(fresh)
             with pytest.raises(BusForgot):
                 bus.broadcast(b"old")
             with pytest.raises(BusForgot):
                 bus.compare_set("k", None, b"old")
             fresh.broadcast(b"new")
-            assert heard.wait(1) == [b"new"]
+            assert received.wait(1) == [b"new"]
             assert fresh.read("k") is None
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_is_gone(server: NatsServers) -> None:
         assert (len(listener.lost), len(inbox.lost)) == (1, 1)
 
 
-def test_a_silent_server_is_bounded_and_its_late_answer_harms_nobody(server: NatsServers) -> None:
+def test_silent_server_is_bounded_and_its_late_answer_is_ignored(server: NatsServers) -> None:
     with open_bus(server.url, timeout=2.0) as bus, open_bus(server.url, timeout=LONG_S) as patient:
         listener = Heard(bus)
         assert bus.next_number("n") == 1
@@ -208,7 +208,9 @@ def test_lost_acknowledgement_of_a_win_still_counts_as_a_win(nats_url: str) -> N
 
 
 @pytest.mark.parametrize("others", [1, 5, _HISTORY + 5])
-def test_a_win_that_was_overwritten_before_it_was_known(nats_url: str, others: int) -> None:
+def test_overwritten_compare_set_without_proof_raises_bus_unreachable(
+    nats_url: str, others: int
+) -> None:
     """The message after the expected value shows the outcome; once it is gone, no outcome is
     given."""
     with NatsBus(nats_url) as bus, open_bus(nats_url) as other:
@@ -400,7 +402,7 @@ def test_an_encrypted_bus_with_a_password(
 
 
 @pytest.mark.parametrize("cluster", [1, 3])
-def test_servers_of_a_token_refuse_clients_and_routes_without_it(
+def test_nats_servers_refuse_clients_and_routes_without_the_token(
     no_thread_left: None, cluster: int
 ) -> None:
     token = JobToken.fresh()
@@ -428,10 +430,10 @@ def route_answer(server: NatsServers, number: int, password: str) -> str:
     with socket.create_connection(("127.0.0.1", server._routes[number]), 10.0) as link:
         asked = {"user": "route", "pass": password, "name": "x", "server_id": "x", "cluster": "fft"}
         link.sendall(f"CONNECT {json.dumps(asked)}\r\nPING\r\n".encode())
-        heard = b""
-        while b"PONG" not in heard and (more := link.recv(65536)):
-            heard += more
-        return heard.decode()
+        received = b""
+        while b"PONG" not in received and (more := link.recv(65536)):
+            received += more
+        return received.decode()
 
 
 def test_without_nats_py_the_extra_is_named() -> None:

@@ -54,8 +54,8 @@ def test_dead_server_is_restarted_and_the_bus_continues(
             victim = sorted(before)[number % cluster]
             before[victim].send_signal(signal.SIGKILL)
             wait_until(lambda v=victim: v not in servers_of_this_test(), "reaped", LIMIT_S)  # type: ignore[misc]
-            said = f"(pid {victim}) ended with status -9; it is started again"
-            wait_until(lambda t=said: t in caplog.text, "it is said", LIMIT_S)  # type: ignore[misc]
+            expected = f"(pid {victim}) ended with status -9; it is started again"
+            wait_until(lambda t=expected: t in caplog.text, "it is said", LIMIT_S)  # type: ignore[misc]
             wait_until(lambda: len(servers_of_this_test()) == cluster, "back", LIMIT_S)
             servers.wait(LIMIT_S)
             if cluster > 1:

@@ -70,26 +70,26 @@ def after(
     bus: SealedBus, place: Place, *frames: bytes, inbox: str | None = None, purpose: str = "bus"
 ) -> list[bytes]:
     """Return the messages that a listener on ``bus`` receives of frames, before a genuine one."""
-    heard = Heard(bus, inbox=inbox)
+    received = Heard(bus, inbox=inbox)
     for frame in frames:
         place.raw.broadcast(frame) if inbox is None else place.raw.send(inbox, frame)
     sender = place.open(purpose=purpose)
     sender.broadcast(b"honest") if inbox is None else sender.send(inbox, b"honest")
-    while heard.messages[-1:] != [b"honest"]:
-        heard.wait(len(heard.messages) + 1)
-    heard.subscription.close()
-    return heard.messages[:-1]
+    while received.messages[-1:] != [b"honest"]:
+        received.wait(len(received.messages) + 1)
+    received.subscription.close()
+    return received.messages[:-1]
 
 
 def test_messages_without_the_token_are_dropped(place: Place) -> None:
-    bus, told = place.open(), []
-    bus.on_refusal = told.append
+    bus, reported = place.open(), []
+    bus.on_refusal = reported.append
     place.open(JobToken.fresh()).broadcast(b"forged")
     other = recorded(place, b"x", by=place.open(JobToken.fresh()))
     assert after(bus, place, b'{"type":"drain"}', b"", *other) == []
     assert bus.refusals() == {"unsealed": 2, "forged": 1}
     claims = "a_test"
-    assert told == [
+    assert reported == [
         Refusal("unsealed", 1, "broadcast", ""),
         Refusal("forged", 1, "broadcast", claims),
     ]
@@ -117,23 +117,23 @@ def test_a_message_cannot_be_moved_to_another_topic(place: Place, topic: Topic) 
     (frame,) = frames.wait(1)
     for other in TOPICS:
         bus = place.open()
-        heard = Heard(bus, topic=other)
+        received = Heard(bus, topic=other)
         place.raw.broadcast(frame, other)
         place.open().broadcast(b"honest", other)
-        assert heard.wait(1 + (other == topic))[-1] == b"honest"
+        assert received.wait(1 + (other == topic))[-1] == b"honest"
         assert bus.refusals() == ({} if other == topic else {"forged": 1})
 
 
 def test_topics_are_numbered_apart_and_take_no_replay(place: Place) -> None:
     bus, frames = place.open(), Heard(place.raw, topic="commands")
-    heard, protocol = Heard(bus, topic="commands"), Heard(bus)
+    received, protocol = Heard(bus, topic="commands"), Heard(bus)
     sender = place.open()
     sender.broadcast(b"a", "commands")
     sender.broadcast(b"b")
     (frame,) = frames.wait(1)
     place.raw.broadcast(frame, "commands")
     sender.broadcast(b"c", "commands")
-    assert heard.wait(2) == [b"a", b"c"]
+    assert received.wait(2) == [b"a", b"c"]
     assert protocol.wait(1) == [b"b"]
     assert bus.refusals() == {"repeated": 1}
 
@@ -155,7 +155,7 @@ def test_a_message_stays_in_its_channel_and_its_job(place: Place) -> None:
     assert inbox.refusals() == group_bus.refusals() == {"forged": 1}
 
 
-def test_nothing_is_heard_twice(place: Place) -> None:
+def test_repeated_frames_are_delivered_once(place: Place) -> None:
     bus = place.open()
     frames = recorded(place, b"1", b"2", b"3")
     assert after(bus, place, *frames, *frames, frames[0]) == [b"1", b"2", b"3"]
@@ -186,26 +186,26 @@ def test_sender_that_returns_with_an_old_epoch_is_accepted_again(place: Place) -
     ears = Heard(stopped)
     place.reach(10)
     began_later = place.open()
-    heard = Heard(began_later)
+    received = Heard(began_later)
     stopped.broadcast(b"of old")
     ears.wait(1)
-    assert (heard.messages, stopped.epoch) == ([], 4)
+    assert (received.messages, stopped.epoch) == ([], 4)
     began_later.broadcast(b"welcome")
     ears.wait(2)
     stopped.broadcast(b"back")
-    assert heard.wait(2) == [b"welcome", b"back"]
+    assert received.wait(2) == [b"welcome", b"back"]
     assert began_later.refusals() == {"stale": 1}
 
 
-def test_reading_the_head_is_enough_to_be_heard_again(place: Place) -> None:
+def test_sender_is_received_again_after_reading_the_head(place: Place) -> None:
     place.reach(4)
     stopped = place.open()
     Heard(stopped)
     place.reach(10)
-    heard = Heard(place.open())
+    received = Heard(place.open())
     stopped.read(HEAD)
     stopped.broadcast(b"back")
-    assert heard.wait(1) == [b"back"]
+    assert received.wait(1) == [b"back"]
 
 
 def test_sender_without_a_listener_knows_the_epoch(place: Place) -> None:
@@ -215,16 +215,16 @@ def test_sender_without_a_listener_knows_the_epoch(place: Place) -> None:
     for epoch in (7, 8):
         place.reach(epoch)
         young = place.open()
-        heard, inbox = Heard(young), Heard(young, inbox=f"young {epoch}")
+        received, inbox = Heard(young), Heard(young, inbox=f"young {epoch}")
         supervisor.broadcast(b"death")
         tool.broadcast(b"drain")
         tool.send(f"young {epoch}", b"you")
-        assert heard.wait(2) == [b"death", b"drain"]
+        assert received.wait(2) == [b"death", b"drain"]
         assert inbox.wait(1) == [b"you"]
         assert young.refusals() == {}
 
 
-def test_whom_a_joiner_speaks_to_can_answer(place: Place) -> None:
+def test_recipient_of_a_joiner_can_answer(place: Place) -> None:
     member = place.open()
     ears = Heard(member)
     place.reach(3)
@@ -236,19 +236,19 @@ def test_whom_a_joiner_speaks_to_can_answer(place: Place) -> None:
     assert inbox.wait(1) == [b"here"]
 
 
-def test_nobody_honest_suffers_from_the_bound_on_sessions(place: Place) -> None:
+def test_session_limit_loses_no_message_of_honest_senders(place: Place) -> None:
     bus = place.open(max_sessions=8)
     first = place.open()
     old = recorded(place, b"first", by=first)
     place.reach(1)
-    heard = Heard(bus)
+    received = Heard(bus)
     place.raw.broadcast(old[0])
     for number in range(30):
         place.open().broadcast(b"%d" % number)
     first.broadcast(b"again")
     place.raw.broadcast(old[0])
     first.broadcast(b"end")
-    messages = heard.wait(32)
+    messages = received.wait(32)
     assert messages == [b"%d" % n for n in range(30)] + [b"again", b"end"]
     # The frame was recorded before the listener began, which later learned its session.
     assert bus.refusals() == {"stale": 1, "repeated": 1}
@@ -260,20 +260,20 @@ def test_listener_refuses_recordings_however_many_senders_came_after(
 ) -> None:
     bus, others = place.open(max_sessions=8), [place.open() for _ in range(30)]
     place.reach(1)
-    heard, tap = Heard(bus), Heard(place.raw)
+    received, tap = Heard(bus), Heard(place.raw)
     for number in range(3):
         others[0].broadcast(b"victim %d" % number)
     frames = list(tap.wait(3))
     place.reach(1 + ahead)
     for number, other in enumerate(others[1:]):
         other.broadcast(b"%d" % number)
-    assert len(heard.wait(32)) == 32
+    assert len(received.wait(32)) == 32
     assert after(bus, place) == []
     for frame in frames:
         place.raw.broadcast(frame)
     others[0].broadcast(b"back")
     expected = [b"victim %d" % n for n in range(3)] + [b"%d" % n for n in range(29)]
-    assert heard.wait(34) == [*expected, b"honest", b"back"]
+    assert received.wait(34) == [*expected, b"honest", b"back"]
     assert sum(bus.refusals().values()) == 3
 
 
@@ -293,9 +293,9 @@ def test_no_frame_is_accepted_twice_and_the_table_stays_small(
                 channel.open(recorded[(sender * 7 + more) % len(recorded)])
             continue
         epoch, numbers[sender] = epoch + more // 2, numbers[sender] + 1
-        said = b"fft1 who %016x %d %d" % (sender, numbers[sender], epoch)
-        tag = mac(key, said + b"\n").hex().encode()
-        recorded.append(said + b" " + tag + b"\n")
+        message = b"fft1 who %016x %d %d" % (sender, numbers[sender], epoch)
+        tag = mac(key, message + b"\n").hex().encode()
+        recorded.append(message + b" " + tag + b"\n")
         assert channel.open(recorded[-1]) == (epoch, b"")
         assert len([e for _, e in channel._heard.values() if e < epoch]) <= 3
 
@@ -328,7 +328,7 @@ def test_votes_that_are_not_ours_neither_count_nor_hide_a_ballot(place: Place) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("secret", "hexadecimal"),
         ("ab" * 15, "16 random bytes"),
@@ -336,14 +336,14 @@ def test_votes_that_are_not_ours_neither_count_nor_hide_a_ballot(place: Place) -
         ("abc" + "0123456789" * 4, "hexadecimal"),
     ],
 )
-def test_a_bad_token_is_refused_and_not_shown(text: str, said: str) -> None:
-    with pytest.raises(TokenError, match=said) as caught:
+def test_a_bad_token_is_refused_and_not_shown(text: str, expected: str) -> None:
+    with pytest.raises(TokenError, match=expected) as caught:
         JobToken.from_env({"FFT_TOKEN": text})
     assert text not in str(caught.value) and "FFT_TOKEN" in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_token_file_of_another_user_is_refused_until_it_is_given_back(tmp_path: Path) -> None:
+def test_token_file_of_another_user_is_refused_until_returned(tmp_path: Path) -> None:
     TOKEN.save(path := tmp_path / "t")
     os.chown(path, 12345, -1)
     with pytest.raises(TokenError, match=f"12345, who knows the token.*chown 0 {path}"):

@@ -23,11 +23,11 @@ def name() -> str:
 
 def test_overrun_subscription_receives_later_messages(caplog: pytest.LogCaptureFixture) -> None:
     with MemoryBus(name()) as bus:
-        release, heard, again = threading.Event(), [], threading.Event()
+        release, received, again = threading.Event(), [], threading.Event()
 
         def hear(payload: bytes) -> None:
             assert release.wait(60)
-            heard.append(payload)
+            received.append(payload)
             if payload == b"later":
                 again.set()
 
@@ -42,13 +42,13 @@ def test_overrun_subscription_receives_later_messages(caplog: pytest.LogCaptureF
             bus.broadcast(b"later", "commands")
         assert "a test missed messages of the topic commands" in caplog.text
         assert [type(error) for error in missed] == [BusOverrun]
-        before = heard[: heard.index(b"later")]
+        before = received[: received.index(b"later")]
         assert before == [b"%d" % number for number in range(len(before))]
         standing.close()
-        seen, other = len(heard), Heard(bus, topic="commands")
+        seen, other = len(received), Heard(bus, topic="commands")
         bus.broadcast(b"to others", "commands")
         other.wait(1)
-        assert heard[seen:].count(b"to others") == 0
+        assert received[seen:].count(b"to others") == 0
 
 
 class Forgetful(MemoryBus):
@@ -61,19 +61,19 @@ class Forgetful(MemoryBus):
         return subscription
 
 
-def test_a_bus_that_is_lost_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_bus_is_logged_once_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     with Forgetful(name()) as bus:
-        told: list[str] = []
+        reported: list[str] = []
         unheard, lost = (
-            (lambda error: told.append("missed")),
-            (lambda error: told.append(str(error))),
+            (lambda error: reported.append("missed")),
+            (lambda error: reported.append(str(error))),
         )
         with closing(
             ResubscribingListener(bus, "commands", lambda _: None, "a test", unheard, lost)
         ):
-            said = "a test no longer receives the topic commands: it forgot"
-            wait_until(lambda: said in caplog.text, "it is said", NOISE_S)
-            wait_until(lambda: told == ["it forgot"], "its owner is told", NOISE_S)
+            expected = "a test no longer receives the topic commands: it forgot"
+            wait_until(lambda: expected in caplog.text, "it is said", NOISE_S)
+            wait_until(lambda: reported == ["it forgot"], "its owner is told", NOISE_S)
         assert caplog.text.count("no longer receives the topic commands") == 1
 
 

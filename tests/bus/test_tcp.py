@@ -60,17 +60,17 @@ def test_neither_the_buses_nor_a_monitor_load_torch(tcp_url: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_processes_hear_one_order(tcp_url: str, child: Start) -> None:
+def test_processes_receive_one_order(tcp_url: str, child: Start) -> None:
     with open_bus(tcp_url) as one, open_bus(tcp_url) as two:
         listeners = [Heard(one), Heard(two)]
         writers = [child("write", tcp_url, name, "250") for name in "abc"]
         assert [w.line() for w in writers] == ["ready"] * 3
         for writer in writers:
             writer.go()
-        heard = [listener.wait(750) for listener in listeners]
-        assert heard[0] == heard[1]
+        received = [listener.wait(750) for listener in listeners]
+        assert received[0] == received[1]
         for name in b"a", b"b", b"c":
-            mine = [m for m in heard[0] if m.startswith(name)]
+            mine = [m for m in received[0] if m.startswith(name)]
             assert mine == [name + b":%d" % n for n in range(250)]
         assert [w.wait() for w in writers] == [0, 0, 0]
 
@@ -86,7 +86,7 @@ def test_dead_writers_do_not_stall_the_listeners(tcp_url: str, child: Start, dea
         assert listener.wait(2) == [b"before", b"after"]
 
 
-def test_a_writer_given_up_sends_again_and_is_heard_once(tcp_url: str) -> None:
+def test_skipped_writer_sends_again_and_is_delivered_once(tcp_url: str) -> None:
     with StalledBus(tcp_url) as slow, open_bus(tcp_url) as bus:
         listeners = [Heard(bus), Heard(slow)]
         writing = threading.Thread(target=slow.broadcast, args=(b"slow",))
@@ -103,7 +103,7 @@ def test_a_writer_given_up_sends_again_and_is_heard_once(tcp_url: str) -> None:
         assert len(slow.numbers) == 2
 
 
-def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: str) -> None:
+def test_writer_stalled_for_a_whole_ring_gets_bus_overrun(tcp_url: str) -> None:
     with StalledBus(tcp_url) as slow, open_bus(tcp_url) as bus:
         errors: list[BusError] = []
 
@@ -121,12 +121,12 @@ def test_a_writer_stalled_for_a_whole_ring_is_told_and_revives_nothing(tcp_url: 
         for number in range(RING_MESSAGES + 10):
             assert credit.acquire(timeout=20)
             bus.broadcast(b"%d" % number)
-        heard = listener.wait(RING_MESSAGES + 10)
+        received = listener.wait(RING_MESSAGES + 10)
         slow.release.set()
         writing.join(10)
         assert isinstance(errors[0], BusOverrun)
         bus.broadcast(b"last")
-        assert listener.wait(len(heard) + 1)[-1] == b"last"
+        assert listener.wait(len(received) + 1)[-1] == b"last"
         assert b"slow" not in listener.messages
         assert not slow._filled(slow._rings["protocol"].slot_name(slow.numbers[0]))
 
@@ -221,7 +221,9 @@ def dead_address() -> str:
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
+def test_open_without_a_server_names_the_address_and_the_fix(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     address = dead_address()
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
@@ -552,7 +554,7 @@ def test_a_server_that_has_ended_in_the_silence_is_lost(child: Start) -> None:
         assert time.monotonic() - start < NOISE_S
 
 
-def test_another_server_in_the_place_of_a_silent_one_is_recognised(child: Start) -> None:
+def test_server_that_replaced_a_silent_one_is_recognised(child: Start) -> None:
     """Another server took over the port while no operation was in progress."""
     server = child("serve", "0")
     url = server.line()
@@ -584,7 +586,7 @@ def test_closing_is_prompt_though_the_server_is_silent(child: Start) -> None:
         assert not listener.lost
 
 
-def test_a_killed_listener_disturbs_nobody(tcp_url: str, child: Start) -> None:
+def test_killed_listener_does_not_disturb_the_others(tcp_url: str, child: Start) -> None:
     victim = child("hear", tcp_url)
     assert victim.line() == "ready"
     with open_bus(tcp_url) as bus:
@@ -642,7 +644,7 @@ def test_closing_gives_every_descriptor_back(tcp_url: str) -> None:
     wait_until(lambda: descriptors() <= before, "torch's threads have given their sockets back")
 
 
-def test_a_server_listens_where_it_was_told_only() -> None:
+def test_server_listens_only_on_its_own_address() -> None:
     with serve_tcp() as server:
         port = int(server.url.rpartition(":")[2].partition("/")[0])
         with pytest.raises(OSError):

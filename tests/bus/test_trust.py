@@ -211,7 +211,7 @@ def test_frames_of_the_broadcast_are_nothing_in_an_inbox(stack: ExitStack) -> No
     assert [m.engine.local for m in at.job.members] == states
 
 
-def test_a_forged_head_is_not_obeyed_and_stops_the_job_if_it_stays(stack: ExitStack) -> None:
+def test_persistent_forged_head_is_not_obeyed_and_stops_the_job(stack: ExitStack) -> None:
     at = Attacked(stack, bus_retry=0.1, bus_limit=20.0, vote_window=60.0)
     record = decode_packed(at.heads[-1][32:]).record
     forged = Record(record.n + 1, "abort", record.epoch, record.txn + 1, 0, "evil", 0, 0, PEER)
@@ -394,7 +394,7 @@ def mutated(draw: st.DrawFn) -> tuple[Callable[[bytes], Any], bytes]:
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(mutated())
-def test_a_decoder_takes_it_or_says_why_not(case: tuple[Callable[[bytes], Any], bytes]) -> None:
+def test_decoder_accepts_or_names_the_defect(case: tuple[Callable[[bytes], Any], bytes]) -> None:
     decoder, data = case
     try:
         decoder(data)
@@ -403,10 +403,10 @@ def test_a_decoder_takes_it_or_says_why_not(case: tuple[Callable[[bytes], Any], 
 
 
 def test_the_longest_message_and_one_byte_more() -> None:
-    for padding, said in ((MAX_MESSAGE_BYTES, "JSON"), (MAX_MESSAGE_BYTES + 1, "limit")):
-        with pytest.raises(UnreadableMessage, match=said):
+    for padding, expected in ((MAX_MESSAGE_BYTES, "JSON"), (MAX_MESSAGE_BYTES + 1, "limit")):
+        with pytest.raises(UnreadableMessage, match=expected):
             decode_wire(b"x" * padding)
-        with pytest.raises(UnreadableMessage, match=said):
+        with pytest.raises(UnreadableMessage, match=expected):
             decode_command(b"x" * padding)
 
 

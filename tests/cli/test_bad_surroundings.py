@@ -35,11 +35,11 @@ def few_files(number: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
 
 
-def is_plain(done: subprocess.CompletedProcess[str], says: str) -> None:
+def is_plain(done: subprocess.CompletedProcess[str], expected: str) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("fft: ") and says in line, done.stderr
+    assert line.startswith("fft: ") and expected in line, done.stderr
 
 
 @pytest.mark.parametrize("port", ["99999", pytest.param("-1", marks=pytest.mark.long)])
@@ -64,16 +64,16 @@ def test_a_trace_directory_that_cannot_be(script: Path, tmp_path: Path, place: s
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "expected"),
     [(64, ("could not be started: ", "Too many open files")), (16, ("ulimit -n",))],
 )
 def test_too_few_open_files(
-    script: Path, tmp_path: Path, files: int, says: tuple[str, ...]
+    script: Path, tmp_path: Path, files: int, expected: tuple[str, ...]
 ) -> None:
     traces, size = str(tmp_path / "traces"), ["--groups", "4", "--ranks", "4"]
     command = ["run", "--no-lighthouse", "--no-progress", *size, "--trace-dir", traces]
     done = fft(*command, str(script), limits=few_files(files))
-    for words in says:
+    for words in expected:
         is_plain(done, words)
     assert "ulimit -n" in done.stderr
 
@@ -83,12 +83,12 @@ def test_lists_within_lists(tmp_path: Path) -> None:
     (tmp_path / "g0r0i1.jsonl").write_text(NESTED + "\n")
     run = CliRunner()
     with open_bus("memory://deep") as bus:
-        heard: list[bytes] = []
-        bus.subscribe(heard.append, lambda error: None)
-        said = ["dev", "say", "--raw", str(tmp_path / "deep.json"), "--bus", "memory://deep"]
-        assert run.invoke(app, said).exit_code == 0
-        said.remove("--raw")
-        assert "not JSON" in run.invoke(app, said).output
+        received: list[bytes] = []
+        bus.subscribe(received.append, lambda error: None)
+        arguments = ["dev", "say", "--raw", str(tmp_path / "deep.json"), "--bus", "memory://deep"]
+        assert run.invoke(app, arguments).exit_code == 0
+        arguments.remove("--raw")
+        assert "not JSON" in run.invoke(app, arguments).output
     audited = run.invoke(app, ["audit", str(tmp_path)])
     assert audited.exit_code == 1 and "g0r0i1.jsonl:1: not JSON" in audited.output
     reported = run.invoke(app, ["report", str(tmp_path)])

@@ -28,48 +28,48 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def said(*arguments: object) -> tuple[int, str]:
+def run_checkpoint(*arguments: object) -> tuple[int, str]:
     found = ended.invoke(app, ["checkpoint", *map(str, arguments)])
     return found.exit_code, found.output
 
 
-def test_list_names_all_with_what_is_wrong(place: Path) -> None:
-    code, text = said("list", place, "--json")
+def test_list_shows_the_problem_of_each_checkpoint(place: Path) -> None:
+    code, text = run_checkpoint("list", place, "--json")
     entries = {entry["name"]: entry for entry in json.loads(text)}
     assert code == 0 and len(entries) == 4
     assert entries["step-4"]["cursor"] == 8 and entries["step-4"]["problem"] is None
     assert "step-6/g0r1.json: it has 2 bytes" in entries["step-6"]["problem"]
     assert "was not finished" in entries["step-7.partial-a1"]["problem"]
-    code, text = said("list", place)
+    code, text = run_checkpoint("list", place)
     assert code == 0 and "step-7.partial-a1" in text and "complete" not in text
     assert f"their contents were not read: fft checkpoint verify {place}\n" in text
 
 
 def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
-    assert said("list", tmp_path) == (0, f"no checkpoint at {tmp_path}\n")
+    assert run_checkpoint("list", tmp_path) == (0, f"no checkpoint at {tmp_path}\n")
     published(open_store(str(tmp_path)), 2, 4)
-    told = f"fft: {tmp_path}: no checkpoint of step 7; there are: 2, 4\n"
+    expected = f"fft: {tmp_path}: no checkpoint of step 7; there are: 2, 4\n"
     for arguments in (("verify", tmp_path, "--step", 7), ("export", tmp_path, 7, tmp_path / "x")):
-        code, text = said(*arguments)
-        assert code == 2 and told in text
+        code, text = run_checkpoint(*arguments)
+        assert code == 2 and expected in text
 
 
-def test_a_step_may_be_named_as_it_is_listed(place: Path, tmp_path: Path) -> None:
-    code, text = said("export", place, "step-7", tmp_path / "x")
+def test_checkpoint_step_is_accepted_by_its_directory_name(place: Path, tmp_path: Path) -> None:
+    code, text = run_checkpoint("export", place, "step-7", tmp_path / "x")
     assert code == 2 and "no checkpoint of step 7" in text
-    code, text = said("export", place, "seven", tmp_path / "x")
+    code, text = run_checkpoint("export", place, "seven", tmp_path / "x")
     assert code == 2 and "seven" in text
 
 
 def test_a_name_is_on_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
     monkeypatch.setattr(checkpoints, "console", lambda: Console(width=80))
-    assert attempt in said("list", place)[1]
+    assert attempt in run_checkpoint("list", place)[1]
 
 
-def test_keep_none_removes_only_what_was_never_finished(place: Path) -> None:
+def test_prune_with_keep_0_removes_only_unfinished_checkpoints(place: Path) -> None:
     written(open_store(str(place)), 70, "a1")
-    code, text = said("prune", place, "--keep", 0)
+    code, text = run_checkpoint("prune", place, "--keep", 0)
     assert code == 0 and "removed step-70.partial-a1" in text
     assert "removed step-2" not in text and "removed step-4" not in text
 
@@ -79,27 +79,27 @@ def test_list_cuts_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
     attempt = written(open_store(str(place)), 70, "8d689556-c6d317f86529cdc1")
     for width in (130, 80):
         monkeypatch.setattr(checkpoints, "console", lambda width=width: Console(width=width))
-        table = said("list", place)[1].partition("by manifests")[0]
+        table = run_checkpoint("list", place)[1].partition("by manifests")[0]
         cells = [line.split("│")[1].strip() for line in table.splitlines() if "│" in line]
         assert attempt in "".join(cells) and "…" not in table
 
 
-def test_verify_reads_all_and_fails_if_one_is_damaged(place: Path) -> None:
-    code, text = said("verify", place)
+def test_verify_reads_all_checkpoints_and_fails_on_a_damaged_one(place: Path) -> None:
+    code, text = run_checkpoint("verify", place)
     assert code == 1
     assert "step-2: whole, 8 files" in text and "DAMAGED: step-6/g0r1.json" in text
-    assert said("verify", place, "--step", 4)[0] == 0
-    assert said("verify", place, "--step", 5)[0] == 2  # this step does not exist
-    assert said("verify", place / "nothing")[0] == 2  # nor does this directory
-    code, text = said("verify", place / "step-2" / "manifest.json")
+    assert run_checkpoint("verify", place, "--step", 4)[0] == 0
+    assert run_checkpoint("verify", place, "--step", 5)[0] == 2  # this step does not exist
+    assert run_checkpoint("verify", place / "nothing")[0] == 2  # nor does this directory
+    code, text = run_checkpoint("verify", place / "step-2" / "manifest.json")
     assert code == 2 and "manifest.json is no directory" in text
 
 
-def test_prune_keeps_what_is_whole_and_removes_what_was_never_finished(place: Path) -> None:
-    code, text = said("prune", place, "--keep", 1)
+def test_prune_keeps_whole_checkpoints_and_removes_unfinished_ones(place: Path) -> None:
+    code, text = run_checkpoint("prune", place, "--keep", 1)
     assert code == 0 and "removed step-2\nremoved step-7.partial-a1\n" in text
     assert "DAMAGED: step-6/g0r1.json: it has 2 bytes" in text
-    assert "nothing to remove\n" in said("prune", place, "--keep", 1)[1]
+    assert "nothing to remove\n" in run_checkpoint("prune", place, "--keep", 1)[1]
     assert open_store(str(place)).directories() == ["step-4", "step-6"]
 
 
@@ -107,24 +107,24 @@ def test_prune_never_removes_the_newest_that_is_whole(place: Path) -> None:
     """A newer one is complete by its manifest, but damaged."""
     file = place / "step-6" / "g0r1.json"
     shutil.copy(place / "step-4" / "g0r1.json", file)
-    code, text = said("prune", place, "--keep", 1)
+    code, text = run_checkpoint("prune", place, "--keep", 1)
     assert code == 0 and "DAMAGED: step-6/g0r1.json: its SHA-256" in text
     assert "the newest that is whole is step-4; it stays" in text
     assert open_store(str(place)).directories() == ["step-4", "step-6"]
     (place / "step-4" / "g0r1.json").unlink()
-    assert "none is whole; all that have been published stay" in said("prune", place)[1]
+    assert "none is whole; all that have been published stay" in run_checkpoint("prune", place)[1]
     assert open_store(str(place)).directories() == ["step-4", "step-6"]
 
 
-def test_prune_removes_what_was_never_finished_where_nothing_is_whole(tmp_path: Path) -> None:
+def test_prune_removes_unfinished_checkpoints_without_a_whole_one(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     left = written(store, 7), partial_name(3, f"{REMOVED}77")
     (tmp_path / left[1]).mkdir()
-    assert said("prune", tmp_path) == (0, f"removed {left[1]}\nremoved {left[0]}\n")
+    assert run_checkpoint("prune", tmp_path) == (0, f"removed {left[1]}\nremoved {left[0]}\n")
     assert store.directories() == []
 
 
-def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
+def test_prune_keeps_attempts_that_a_job_may_be_writing(place: Path) -> None:
     """A job that resumed from an older checkpoint is at an earlier step than the newest.
 
     This also holds for a writer that does not hold the place.
@@ -133,23 +133,23 @@ def test_prune_leaves_what_a_job_may_be_writing(place: Path) -> None:
     attempt = written(store, 3)
     for working in (store.hold(), store.at_work()):
         with working:
-            code, text = said("prune", place, "--keep", 1)
+            code, text = run_checkpoint("prune", place, "--keep", 1)
         assert code == 0 and f"may need: {attempt}, step-7.partial-a1" in text
         assert {attempt, "step-7.partial-a1"} <= set(store.directories())
-    text = said("prune", place, "--keep", 1)[1]
+    text = run_checkpoint("prune", place, "--keep", 1)[1]
     assert f"removed {attempt}\nremoved step-7.partial-a1\n" in text
 
 
-def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Path) -> None:
+def test_prune_keeps_withdrawn_checkpoints_ahead_of_the_job(tmp_path: Path) -> None:
     found = published(open_store(str(tmp_path)), 4, 8)
     directory = written(found.store, 6)
     found.publish(directory, manifest_of(found.store, directory, "a1", 6))
-    assert said("prune", tmp_path) == (0, "nothing to remove\n")
+    assert run_checkpoint("prune", tmp_path) == (0, "nothing to remove\n")
     assert partial_name(8, "given-up") in found.store.directories()
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected"),
     [
         (["--checkpoint", "{place}"], "go on from them by --resume"),
         (["--resume"], "--resume needs --checkpoint"),
@@ -159,8 +159,8 @@ def test_prune_leaves_what_was_given_up_and_the_job_has_not_passed(tmp_path: Pat
         (["--checkpoint", "nosuch://x"], "checkpoints cannot be kept at nosuch://x"),
     ],
 )
-def test_run_refuses_before_it_starts_anything(
-    options: list[str], says: str, place: Path, tmp_path: Path
+def test_run_refuses_bad_checkpoint_options_before_starting_processes(
+    options: list[str], expected: str, place: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("")
     traces = tmp_path / "traces"
@@ -168,5 +168,5 @@ def test_run_refuses_before_it_starts_anything(
     command = ["run", "--trace-dir", str(traces), *given, str(tmp_path / "script.py")]
     found = ended.invoke(app, command)
     assert found.exit_code == 2
-    assert says in found.output
+    assert expected in found.output
     assert {path.name for path in traces.glob("*")} <= {".job.lock"}

@@ -123,7 +123,7 @@ def test_serve_without_a_lighthouse_announces_none() -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_run_tells_its_groups_of_the_lighthouse_that_there_is(tmp_path: Path) -> None:
+def test_run_passes_the_lighthouse_address_to_its_groups(tmp_path: Path) -> None:
     """The lighthouse is the command's own, none, or one that existed before."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ.get('TORCHFT_LIGHTHOUSE'))\n")
@@ -196,7 +196,7 @@ def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
     assert re.fullmatch(r"nats://job-token@127\.0\.0\.1:\d+/\S+ 1\n", log.read_text())
 
 
-def test_a_port_in_use_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_with_the_fix(tmp_path: Path) -> None:
     with started("serve") as process:
         port = first_line(process).rpartition(":")[2].partition("/")[0]
         second = forked(tmp_path, "serve", "--port", port)
@@ -269,7 +269,7 @@ def test_a_killed_supervisor_leaves_no_child(children: Children, tmp_path: Path)
     faults = plan(tmp_path)
     with started(*run_arguments(children, tmp_path, faults), STAGE=children.path) as process:
         pids = [children.enter() for _ in range(4)]
-        assert {told for _, told in pids} == {faults}
+        assert {reported for _, reported in pids} == {faults}
         process.kill()
         assert children.all_gone()
 
@@ -325,10 +325,10 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     assert (tmp_path / "t/logs/g0r0-1.log").read_text() == "['--steps', '3', '--help']\n"
 
 
-def test_the_main_threads_machine_is_checked_and_drawn_like_an_engines() -> None:
-    told = fft("dev", "spec", "main_thread")
-    assert told.exit_code == 0, told.stderr
-    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in told.stdout
+def test_main_thread_machine_is_checked_and_drawn_like_the_engine() -> None:
+    reported = fft("dev", "spec", "main_thread")
+    assert reported.exit_code == 0, reported.stderr
+    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in reported.stdout
     drawn = fft("dev", "graph", "main_thread")
     assert drawn.stdout.startswith("stateDiagram-v2\n    [*] --> IDLE_ready\n")
     assert "WAITING --> APPLYING: apply" in drawn.stdout
@@ -343,7 +343,7 @@ def test_a_spec_that_is_not_there_is_one_line() -> None:
     assert failed.stderr.startswith("fft: ") and failed.stderr.count("\n") == 1, failed.stderr
 
 
-def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
+def test_config_shows_each_timeout_and_refuses_invalid_combinations() -> None:
     shown = fft("config", "--set", "timeout=600")
     assert shown.exit_code == 0
     rows = {line.split()[1]: line for line in shown.stdout.splitlines() if line.startswith("│")}
@@ -361,7 +361,7 @@ def test_config_shows_each_timeout_and_refuses_what_cannot_work() -> None:
     "arguments",
     [["drain", "1"], ["evict", "1"], ["watch"], ["dev", "inject", "kill"], ["dev", "say", SAID]],
 )
-def test_an_operator_without_a_bus_is_told_how_to_get_one(
+def test_operator_command_without_a_bus_names_the_options(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FFT_BUS", raising=False)
@@ -372,25 +372,25 @@ def test_an_operator_without_a_bus_is_told_how_to_get_one(
     assert done.output.count("\n") == 1
 
 
-def test_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
+def test_dev_say_reads_arguments_files_and_standard_input(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     path = tmp_path / "message.json"
     path.write_text(SAID)
     with open_bus(url) as bus:
-        bus.subscribe(heard.put, lambda error: None)
+        bus.subscribe(received.put, lambda error: None)
         run = CliRunner()
         for source, given in ((SAID, None), (str(path), None), ("-", SAID)):
             done = run.invoke(app, ["dev", "say", source, "--bus", url], input=given)
             assert done.exit_code == 0, done.output
-            assert json.loads(heard.get(timeout=WAIT_S))["groups"] == ["1"]
+            assert json.loads(received.get(timeout=WAIT_S))["groups"] == ["1"]
         assert run.invoke(app, ["dev", "say", "{no", "--raw", "--bus", url]).exit_code == 0
-        assert heard.get(timeout=WAIT_S) == b"{no"
+        assert received.get(timeout=WAIT_S) == b"{no"
         refused = run.invoke(app, ["dev", "say", "{no", "--bus", url])
         assert refused.exit_code == 2 and refused.output.startswith("fft: message: not JSON")
         missing = run.invoke(app, ["dev", "say", "nowhere.json", "--bus", url])
         assert "neither JSON nor a file" in missing.output
-        assert heard.empty()
+        assert received.empty()
     schema = json.loads(run.invoke(app, ["dev", "say", "--schema"]).output)
     assert {"Death", "Drain", "Evict", "Inject"} <= set(schema["$defs"])
 

@@ -53,7 +53,7 @@ def test_the_demo_has_the_four_faults_of_its_table() -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+def test_readme_script_runs_unchanged(tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     script = tmp_path / "train.py"
     script.write_text(snippet, encoding="utf-8")

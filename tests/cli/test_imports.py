@@ -36,6 +36,6 @@ def test_nothing_but_the_nats_bus_imports_nats() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_a_name_that_is_not_there_is_said() -> None:
+def test_missing_attribute_raises_attribute_error_with_its_name() -> None:
     with pytest.raises(AttributeError, match="ManagerFTT"):
         _ = fft.ManagerFTT

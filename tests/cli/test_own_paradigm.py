@@ -47,8 +47,8 @@ def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
 ) -> None:
     written(tmp_path)
     monkeypatch.chdir(tmp_path)
-    said = fft(tmp_path, "dev", "spec", "tensor_parallel.yaml")
-    assert "holds a shard of it; all ranks of a group take the same samples" in said
+    output = fft(tmp_path, "dev", "spec", "tensor_parallel.yaml")
+    assert "holds a shard of it; all ranks of a group take the same samples" in output
     assert "no violation" in fft(
         tmp_path, "dev", "check", "tensor_parallel.yaml", "--bounds", "overrun"
     )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_controls_of_a_text_become_signs() -> None:
     assert printable(os.fsdecode(b"step-\xff")) == "step-\ufffd"
 
 
+def test_all_controls_and_marks_of_direction_become_signs() -> None:
+    """By Unicode's own tables: controls, surrogates, separators of lines, and marks that change the
+    direction of a line."""
+    directed = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    for each in map(chr, range(sys.maxunicode + 1)):
+        kind, direction = unicodedata.category(each), unicodedata.bidirectional(each)
+        is_obeyed = kind in ("Cc", "Cs", "Zl", "Zp") or direction in directed
+        is_obeyed |= each in "\u061c\u200e\u200f"
+        assert (printable(each) != each) == (is_obeyed and each not in "\t\n"), f"{ord(each):#x}"
+
+
 def test_source_has_one_way_to_a_terminal() -> None:
     found = {
         f"{path.relative_to(SOURCE)}: {line.strip()}"
@@ -68,10 +80,12 @@ def test_log_records_of_fft_are_printable_in_handlers_of_the_script(
         raise ValueError(HOSTILE)
     except ValueError as error:
         logging.getLogger("fft.bus").exception("a listener failed: %s", error)
+        logging.getLogger("fft.bus").exception("%s failed", "a listener")
         logging.getLogger("others").warning("coloured: %s", "\x1b[31m")
-    ours, theirs = caplog.records
+    ours, plain, theirs = caplog.records
     assert ours.getMessage() == f"a listener failed: {SHOWN}"
-    assert f"ValueError: {SHOWN}" in caplog.text
+    assert caplog.text.count(f"ValueError: {SHOWN}") == 2
+    assert plain.args == ("a listener",), "printable as it is"
     assert theirs.args == ("\x1b[31m",), "the script's own"
 
 
@@ -82,8 +96,8 @@ def test_run_shows_foreign_texts_as_signs(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "fft.cli", "run", "--no-lighthouse", "--no-auto-resume"]
     command += ["--max-restarts", "0", "--trace-dir", str(traces), str(script)]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
+    with (tmp_path / "said").open("w") as caught:
+        process = subprocess.Popen(command, stdout=caught, stderr=caught)
 
     def text() -> str:
         return (tmp_path / "said").read_text()

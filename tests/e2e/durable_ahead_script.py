@@ -7,6 +7,8 @@
 - `cut`: when the checkpoint of this step exists, the last stage ends all processes once, as a
   power cut does
 - `last_steps`: number of steps of the last stage, in the place of STEPS
+- `waits`: in this step the last stage waits until the loops of the first one have ended, and the
+  checkpoint of step 4 exists
 
 In the middle of its step 3 the last stage leaves the mark `middle`.
 """
@@ -68,11 +70,18 @@ class Stage:
         if self.rank and step == 3:
             (self.out / "middle").touch()
         time.sleep(self.pause / 2)
+        if self.rank and step == self.more.get("waits"):
+            wait_until(self.is_first_over, "the first stage ends", LIMIT.total_seconds())
         due = self.more.get("cut")
         if self.rank and due is not None and step > due and not (self.out / "cut-here").exists():
             place = Path(os.environ["FFT_CHECKPOINT"], f"step-{due}", "manifest.json")
             wait_until(place.exists, "the checkpoint is there", LIMIT.total_seconds())
             cut("here", self.out)
+
+    def is_first_over(self) -> bool:
+        place = Path(os.environ["FFT_CHECKPOINT"], "step-4", "manifest.json")
+        traces = (self.out.parent / "traces").glob("g*r0i1.jsonl")
+        return place.exists() and sum('"terminal"' in each.read_text() for each in traces) == 2
 
 
 def first(stage: Stage, steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 from datetime import timedelta
@@ -15,11 +16,13 @@ import torch
 from namespaces import Host
 from ranks import LIMIT, WIDTH, Samples
 from torchft import ProcessGroupGloo
+from waiting import wait_until
 
 import fft
 from fft.bus.addresses import own_address
 from fft.bus.tcpserver import host_store
 from fft.launch.services import start_services
+from fft.train.process_groups import AbortableGroup
 
 
 def serve(host: Host, listens_on: str) -> None:
@@ -82,3 +85,40 @@ def train(host: Host, group: str, bus: str, traces: Path, steps: int | None, lea
     print("weights", model.weight.double().sum().item().hex(), flush=True)
     manager.shutdown()
     del store
+
+
+def build(host: Host, rank: int, folder: Path) -> None:
+    """Build a group of two ranks on 10.79.0.1 and .2; the store is rank 1's, on 10.77.0.2."""
+    host.enter()
+    if rank == 1:
+        kept = host_store("10.77.0.2")
+        (folder / "port.new").write_text(str(kept[1]))
+        (folder / "port.new").rename(folder / "port")
+    wait_until((folder / "port").exists, "the store is served", LIMIT.total_seconds())
+    group = AbortableGroup(ProcessGroupGloo(timeout=LIMIT))
+    group.address = f"10.79.0.{rank + 1}"
+    try:
+        place = f"10.77.0.2:{(folder / 'port').read_text()}/built"
+        group.configure(place, str(rank), rank, 2, timeout=LIMIT)
+    except (OSError, RuntimeError) as error:
+        print("refused:", error, flush=True)
+    group.close()
+
+
+def refuse(host: Host, folder: Path) -> None:
+    """When the file ``go`` exists, answer the first SYN to 10.79.0.1 with "host unreachable"."""
+    host.enter()
+    tcp, syn, target = socket.IPPROTO_TCP, 0x02, socket.inet_aton("10.79.0.1")
+    seen = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
+    answers = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    (folder / "listens").touch()
+    packet = b""
+    while not (packet[9:10] == bytes([tcp]) and packet[16:20] == target and packet[33] == syn):
+        packet = seen.recv(2048)
+    (folder / "syn").touch()
+    wait_until((folder / "go").exists, "the route is gone", LIMIT.total_seconds())
+    answer = struct.pack("!BBHI", 3, 1, 0, 0) + packet[:28]
+    total = sum(struct.unpack(f"!{len(answer) // 2}H", answer))
+    total = (total & 0xFFFF) + (total >> 16)
+    check = struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF)
+    answers.sendto(answer[:2] + check + answer[4:], ("10.77.0.2", 0))

@@ -16,7 +16,7 @@ ORDER: list[str] = []
 
 
 def add_hooks(manager: fft.ManagerFFT) -> None:
-    for kind in ("initialize", "on_abort", "finalize", "health_check", "completion", "terminate"):
+    for kind in ("on_join", "on_abort", "on_unwound", "health_check", "on_complete", "on_leave"):
         getattr(manager, kind)(lambda kind=kind: ORDER.append(kind))
 
 

@@ -77,7 +77,7 @@ def test_aborts_run_in_order_on_the_engines_thread(
 def note_hooks(manager: fft.ManagerFFT) -> list[str]:
     """Add a hook of each kind, in no particular order; return the list of the calls."""
     calls: list[str] = []
-    for kind in ("terminate", "health_check", "completion", "finalize", "initialize", "on_abort"):
+    for kind in ("on_leave", "health_check", "on_complete", "on_unwound", "on_join", "on_abort"):
         getattr(manager, kind)(partial(calls.append, kind))
     return calls
 
@@ -86,10 +86,10 @@ def test_hooks_run_in_the_order_of_an_attempt(tmp_path: Path) -> None:
     manager = manager_of_one(tmp_path)
     calls = note_hooks(manager)
     assert train(manager, steps=2) == 3
-    attempt = ["initialize", "health_check"]
-    assert calls == [*attempt, "on_abort", "finalize", *attempt, "completion"]
+    attempt = ["on_join", "health_check"]
+    assert calls == [*attempt, "on_abort", "on_unwound", *attempt, "on_complete"]
     manager.shutdown()
-    assert "terminate" not in calls
+    assert "on_leave" not in calls
 
 
 def test_manager_that_began_no_attempt_calls_no_hook(tmp_path: Path) -> None:
@@ -107,17 +107,17 @@ def test_hook_that_fails_makes_the_rank_leave_and_is_named(
     def reset() -> None:
         raise OSError("busy")
 
-    manager.finalize(reset)
-    manager.terminate(reset)
+    manager.on_unwound(reset)
+    manager.on_leave(reset)
     calls = note_hooks(manager)
-    with pytest.raises(HookFailed, match=r"its finalize .*reset\(\) failed: OSError: busy"):
+    with pytest.raises(HookFailed, match=r"its on_unwound .*reset\(\) failed: OSError: busy"):
         train(manager, steps=2)
     manager.shutdown()
     manager.shutdown()
-    assert calls.count("health_check") == 1 and calls.count("terminate") == 1
-    assert "completion" not in calls and "reset(), added by terminate, has failed" in caplog.text
+    assert calls.count("health_check") == 1 and calls.count("on_leave") == 1
+    assert "on_complete" not in calls and "reset(), added by on_leave, has failed" in caplog.text
     (note,) = read_lines(tmp_path, lambda line: line.get("note") == HOOK_FAILED)
-    assert note["data"]["added_by"] == "finalize" and note["data"]["error"] == "OSError: busy"
+    assert note["data"]["added_by"] == "on_unwound" and note["data"]["error"] == "OSError: busy"
 
 
 def pair_of_gloo() -> list[Any]:
@@ -147,7 +147,7 @@ def test_abort_that_hangs_is_named_and_ends_the_process(tmp_path: Path) -> None:
     assert note["data"] == {"hook": "hang.<locals>.leave_library()", "limit_s": 0.2}
 
 
-def test_ready_made_aborts_refuse_what_they_cannot_abort(tmp_path: Path) -> None:
+def test_ready_made_aborts_refuse_unsupported_groups(tmp_path: Path) -> None:
     for missing in (fft.abort.transformer_engine, fft.abort.nvshmem):
         with pytest.raises(ConfigError, match="is not installed in this environment"):
             missing()

@@ -83,7 +83,7 @@ def test_a_scaler_drives_the_transactions_and_backs_off_on_all_ranks(
     assert parameters(members[0].model) == parameters(members[1].model)
 
 
-def test_an_overflow_on_one_shard_alone_skips_the_step_of_all_ranks_of_all_groups(
+def test_overflow_on_one_shard_skips_the_step_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     """Each rank of a group has only its shard, and does not see the overflows of the others."""
@@ -116,7 +116,7 @@ def test_an_overflow_on_one_shard_alone_skips_the_step_of_all_ranks_of_all_group
     assert scales == dict.fromkeys(("0.0", "0.1", "1.0", "1.1"), 2.0**7)
 
 
-def test_an_overflow_of_the_second_optimizer_alone_skips_the_step_of_both(tmp_path: Path) -> None:
+def test_overflow_of_the_second_optimizer_skips_the_step_of_both(tmp_path: Path) -> None:
     epochs: dict[str, list[int]] = {}
 
     def work(member: Member) -> None:
@@ -158,7 +158,7 @@ def test_a_skipped_last_step_is_not_the_last(tmp_path: Path) -> None:
     assert _skips(tmp_path) == [False, False, True, False]
 
 
-def test_a_scaled_step_that_is_rolled_back_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_rolled_back_scaled_step_leaves_no_trace(tmp_path: Path) -> None:
     def run(folder: Path, fails: bool) -> list[Any]:
         def work(member: Member) -> None:
             scaler = Scaler("cpu", init_scale=2.0**8)
@@ -278,7 +278,7 @@ def test_the_odd_replica_of_three_is_healed_if_that_is_asked_for(tmp_path: Path)
     assert parameters(members[0].model) == parameters(members[2].model)
 
 
-def test_how_often_replicas_are_compared_follows_from_what_it_costs(tmp_path: Path) -> None:
+def test_replica_comparison_interval_depends_on_its_cost(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=70):
             with txn:
@@ -390,7 +390,7 @@ def test_all_groups_see_the_end_of_a_pass_at_the_same_txn(tmp_path: Path) -> Non
     assert sum(r["skip"] for r in commits) == 1 and len(commits) == 10
 
 
-def test_data_without_passes_are_not_said_to_have_ended_one(tmp_path: Path) -> None:
+def test_data_without_epochs_refuse_ends_data_epoch(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions([torch.arange(4)] * 4, max_steps=1):
             with txn:
@@ -410,7 +410,7 @@ class _Few(Numbers):
         return self._count
 
 
-def test_transactions_after_the_end_say_so(tmp_path: Path) -> None:
+def test_transactions_after_the_end_raise_an_error(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=2):
             with txn:
@@ -573,7 +573,7 @@ def test_a_mistake_is_placed_at_the_with_statement(tmp_path: Path) -> None:
     assert "with txn:" in place.text
 
 
-def test_a_foreign_optimizer_may_not_step_the_jobs_parameters_in_a_body(tmp_path: Path) -> None:
+def test_unregistered_optimizer_that_steps_in_a_body_is_refused(tmp_path: Path) -> None:
     def body(member: Member, txn: fft.Transaction) -> None:
         _loss(member, txn.batch).backward()
         torch.optim.SGD(member.model.parameters(), lr=0.1).step()
@@ -598,13 +598,13 @@ def test_a_foreign_optimizer_of_other_parameters_is_named_once(
 
     with job(tmp_path, 1) as made:
         made.run(work)
-    said = [
+    output = [
         r.getMessage() for r in caplog.records if "of an unregistered optimizer" in r.getMessage()
     ]
-    assert len(said) == 1 and said[0].startswith("SGD.step()")
+    assert len(output) == 1 and output[0].startswith("SGD.step()")
 
 
-def test_suspended_loop_of_a_manager_that_was_shut_down_checks_no_optimizer(
+def test_suspended_loop_of_a_closed_manager_checks_no_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def work(member: Member) -> None:
@@ -619,7 +619,7 @@ def test_suspended_loop_of_a_manager_that_was_shut_down_checks_no_optimizer(
     assert not any("unregistered optimizer" in r.getMessage() for r in caplog.records)
 
 
-def test_replicas_are_compared_in_the_last_txn_though_it_is_not_due(tmp_path: Path) -> None:
+def test_replicas_are_compared_in_the_last_txn_without_being_due(tmp_path: Path) -> None:
     with job(tmp_path, 2) as made:
         members = [made.member(str(g), check_replicas=64, digest="never") for g in range(2)]
         for member in members:

@@ -52,7 +52,7 @@ def train(manager: fft.ManagerFFT, fails: bool) -> nn.Module:
     return model
 
 
-def test_it_trains_alone_says_so_and_leaves_nothing(
+def test_single_process_trains_logs_it_and_leaves_no_resources(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = manager_of(trace_dir=tmp_path)
@@ -64,14 +64,14 @@ def test_it_trains_alone_says_so_and_leaves_nothing(
         socket.create_connection(place, 5).close()
     finally:
         manager.shutdown()
-    (said,) = [r.getMessage() for r in caplog.records if "a job of one process" in r.getMessage()]
-    assert "min_replica_size is 1, not 2" in said and "fft run" in said
+    (output,) = [r.getMessage() for r in caplog.records if "a job of one process" in r.getMessage()]
+    assert "min_replica_size is 1, not 2" in output and "fft run" in output
     assert audit_dir(tmp_path).ok
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(place, 5)
 
 
-def test_a_mistake_in_its_body_comes_out_of_it() -> None:
+def test_error_of_the_body_is_raised_from_a_single_process() -> None:
     manager = manager_of()
     try:
         with pytest.raises(StepRetriesExceeded) as caught:

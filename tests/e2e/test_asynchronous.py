@@ -139,7 +139,7 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     _run(members, 7, body)
     steps = _synchronisations(made)
     assert [set(steps[n]) for n in (1, 2, 3, 4)] == [{"0", "1", "2"}, *3 * [{"0", "1"}]]
-    assert max(late for told in steps.values() for late in told.values()) == 4, (
+    assert max(late for counts in steps.values() for late in counts.values()) == 4, (
         "it came, and counts"
     )
     assert made.audit().findings
@@ -149,7 +149,7 @@ def test_a_slow_group_does_not_hold_the_others_up_within_the_bound(
     assert len({str(parameters(member.model)) for member in final}) == 1
 
 
-def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path: Path) -> None:
+def test_ready_group_at_the_bound_waits_and_names_the_slow_group(made: Job, tmp_path: Path) -> None:
     def waits_for_the_slow_one(member: Member) -> bool:
         engine = member.manager._parts.job.engine
         return engine is not None and engine.local.awaits == {"2"} and engine.local.step == 2
@@ -172,7 +172,7 @@ def test_ready_group_at_the_bound_waits_and_reports_for_whom(made: Job, tmp_path
     _assert_exactly_once(made)
 
 
-def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_path: Path) -> None:
+def test_average_counts_each_contribution_from_its_own_base(made: Job, tmp_path: Path) -> None:
     """The numbers are simple: each group moves its parameters by a fixed amount in every step."""
     by = {"0": 1.0, "1": 10.0, "2": 100.0}
     members = _members(made, tmp_path, outer_lr=1.0, inner=_Moves)
@@ -189,8 +189,8 @@ def test_the_average_is_of_what_each_has_done_since_its_own_base(made: Job, tmp_
 
     _run(members, 6, body)
     expected = start
-    for told in _synchronisations(made).values():
-        expected += sum(EVERY * by[group] for group in told) / len(told)
+    for groups in _synchronisations(made).values():
+        expected += sum(EVERY * by[group] for group in groups) / len(groups)
     final = max(members, key=lambda member: member.manager.current_step())
     assert parameters(final.model)[0][0] == pytest.approx(expected, rel=1e-5)
     made.audit()
@@ -208,7 +208,7 @@ class _Moves(torch.optim.SGD):
                     parameter.add_(self.by)
 
 
-def test_an_attempt_that_fails_is_repeated_with_what_was_computed(
+def test_failed_synchronization_is_repeated_without_recomputing_steps(
     made: Job, tmp_path: Path
 ) -> None:
     """No inner step is recomputed, and no other group loses a step."""
@@ -276,7 +276,7 @@ def test_operator_sees_groups_in_their_local_phase(made: Job, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "expected"),
     [
         (lambda m, o: fft.LocalSGD(m.manager, m.model, m.optimizer, 2), "use fft.DiLoCo"),
         (
@@ -290,9 +290,9 @@ def test_operator_sees_groups_in_their_local_phase(made: Job, tmp_path: Path) ->
     ],
 )
 def test_group_that_cannot_step_locally_is_refused(
-    made: Job, tmp_path: Path, make: Callable[[Any, Any], Any], says: str
+    made: Job, tmp_path: Path, make: Callable[[Any, Any], Any], expected: str
 ) -> None:
     member = _member(made, "0", "async", synchronised=False)
     outer = torch.optim.SGD(member.model.parameters(), lr=0.7)
-    with pytest.raises(FftError, match=says):
+    with pytest.raises(FftError, match=expected):
         make(member, outer)

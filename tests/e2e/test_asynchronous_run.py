@@ -24,7 +24,7 @@ faults:
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
+def test_killed_groups_return_and_each_contribution_counts_once(
     tmp_path: Path,
 ) -> None:
     """The kills come in the local phase and in a synchronization; the third group is much
@@ -63,8 +63,8 @@ def test_groups_that_are_killed_come_back_and_each_contribution_counts_once(
     # the other may notice the closed connection first
     assert "0/0#1 died" in rolled_back["cause"] or "CollectiveFailed" in rolled_back["cause"]
     # A group reaches a fault at its first own step from the planned one on.
-    told = {incident.fault.partition(" (")[0]: incident for incident in incidents(traces)}
-    assert "apart" in told
-    assert told["together"].attempts_lost == 1
+    by_fault = {incident.fault.partition(" (")[0]: incident for incident in incidents(traces)}
+    assert "apart" in by_fault
+    assert by_fault["together"].attempts_lost == 1
     back = {line["group"] for line in read_lines(traces) if line["inc"] > 1}
     assert {"0", "1"} <= back

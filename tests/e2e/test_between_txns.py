@@ -25,7 +25,7 @@ def _epoch(learners: tuple[str, ...]) -> Record:
 
 
 @pytest.mark.parametrize("learners", [(), ("1",)])
-def test_state_that_is_fetched_while_bodies_run_is_not_changed_by_them(
+def test_state_fetched_during_bodies_is_not_changed_by_the_bodies(
     tmp_path: Path, learners: tuple[str, ...]
 ) -> None:
     """If no joiner is still fetching, the others wait for the fetch, so that no copy is needed."""

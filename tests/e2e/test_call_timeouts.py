@@ -30,7 +30,7 @@ def two(tmp_path: Path) -> Iterator[Job]:
         yield made
 
 
-def test_start_quorum_says_that_a_rank_of_its_group_is_missing(two: Job) -> None:
+def test_start_quorum_names_a_missing_rank_of_its_group(two: Job) -> None:
     member = two.member("0", world_size=2, shard_pg=fft.ShardProcessGroupGloo())
     for _ in range(2):  # the call may be repeated
         with pytest.raises(TimeoutError, match=r"start_quorum\(timeout=0.3 s\).*rank 1 of this"):
@@ -39,7 +39,7 @@ def test_start_quorum_says_that_a_rank_of_its_group_is_missing(two: Job) -> None
         member.manager.shutdown()
 
 
-def test_start_quorum_says_that_a_group_is_missing_and_begins_when_it_has_come(two: Job) -> None:
+def test_start_quorum_names_a_missing_group_and_begins_after_it_joins(two: Job) -> None:
     early = two.member("0", min_replica_size=2)
     with pytest.raises(TimeoutError, match=r"only groups 0 of 2 are known"):
         early.manager.start_quorum(timeout=SHORT)

@@ -72,7 +72,7 @@ def test_clock_of_a_process_that_received_most_records_late_stays_right(
     assert clocks.at(_line("1", 1.0, 1e6 + 1.0 + difference_s)) == pytest.approx(first, abs=0.01)
 
 
-def test_clock_of_a_process_that_only_read_an_old_record_as_it_joined_stays_right() -> None:
+def test_clock_stays_right_after_reading_only_an_old_record_at_join() -> None:
     clocks = Clocks()
     for n in (1, 2, 3):
         clocks.take(_line("0", n * 0.1, 1e6 + n * 0.1, n))

@@ -67,8 +67,8 @@ def assert_found(lines: Sequence[dict[str, Any]]) -> None:
 def test_survivor_does_not_recompile_and_joiner_finds_the_cache(
     tmp_path: Path,
 ) -> None:
-    counts, said = job(tmp_path, "--spares", "1", "--reform-window", "60")
-    assert "group 1 lost rank 1" in said and "its other ranks run on: 0" in said
+    counts, output = job(tmp_path, "--spares", "1", "--reform-window", "60")
+    assert "group 1 lost rank 1" in output and "its other ranks run on: 0" in output
     assert {place: len(starts) for place, starts in counts.items()} == {
         "g0r0": 2, "g0r1": 2, "g1r0": 1, "g1r1": 2,
     }  # fmt: skip
@@ -90,13 +90,13 @@ def test_survivor_does_not_recompile_and_joiner_finds_the_cache(
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_the_same_command_finds_it_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_compile_cache_beside_the_checkpoints_is_found_on_resuming(tmp_path: Path) -> None:
     plan = "faults:\n  - {name: end, kind: exception, step: 3, group: 0, rank: 0, phase: forward}\n"
     options = ["--checkpoint", str(tmp_path / "kept"), "--every", "2", "--resume"]
     first, _ = job(tmp_path / "first", *options, plan=plan)
     later = plan.replace("step: 3", "step: 12")
-    second, said = job(tmp_path / "second", *options, plan=later)
-    assert "resuming from step" in said
+    second, output = job(tmp_path / "second", *options, plan=later)
+    assert "resuming from step" in output
     (folder,) = folders(first) | folders(second)
     assert Path(folder).parent == tmp_path / "kept" / ".compiled"
     for (lines,) in second.values():

@@ -59,15 +59,17 @@ def test_rank_that_fails_every_attempt_is_named_and_excluded(tmp_path: Path) -> 
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_an_operator_finds_and_evicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_diagnoses_and_evicts_the_culprit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job is stuck in rollbacks, and the supervisor is configured not to react."""
     traces = tmp_path / "run"
     with running(*command(traces, "--diagnose-after", "0"), folder=tmp_path) as run:
         wait_until(lambda: len(traced_rollbacks(traces)) >= 4, "four rollbacks", LIMIT_S)
-        told = re.search(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n", run.stderr_text)
-        assert told is not None
-        monkeypatch.setenv("FFT_TOKEN_FILE", told[2])
-        asked = ["diagnose", "--bus", told[1], "--trace-dir", str(traces), "--evict"]
+        printed = re.search(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n", run.stderr_text)
+        assert printed is not None
+        monkeypatch.setenv("FFT_TOKEN_FILE", printed[2])
+        asked = ["diagnose", "--bus", printed[1], "--trace-dir", str(traces), "--evict"]
         done = CliRunner().invoke(app, asked)
         assert done.exit_code == 1, done.output
         assert "group 1 rank 0 is at fault (rollbacks" in done.output, done.output

@@ -257,9 +257,7 @@ def test_in_the_optimizer_step_of_a_commit(two: Job) -> None:
     two.audit()
 
 
-def test_a_source_is_asked_until_the_end_and_its_thread_ends_with_the_manager(
-    two: Job, tmp_path: Path
-) -> None:
+def test_source_is_polled_until_the_end_and_its_thread_ends(two: Job, tmp_path: Path) -> None:
     path = tmp_path / "gone"
     members = [two.member("0"), two.member("1")]
     members[1].manager.drain_on(FileNotice(path), interval_s=0.01)

@@ -15,9 +15,7 @@ LIMIT_S = 100
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bus", ["tcp", "nats"])
-def test_the_global_generators_give_what_they_would_give_without_fft(
-    bus: str, tmp_path: Path
-) -> None:
+def test_global_generators_draw_the_same_values_as_without_fft(bus: str, tmp_path: Path) -> None:
     command = ["run", "--groups", "2", "--ranks", "1", "--no-progress", "--no-lighthouse"]
     command += ["--bus", bus, "--trace-dir", str(tmp_path / "run"), str(SCRIPT)]
     done = fft(*command, folder=tmp_path, within=LIMIT_S)

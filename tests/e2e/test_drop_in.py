@@ -54,8 +54,8 @@ def _ends(traces: Path) -> dict[str, tuple[str, int]]:
     end."""
     found = {}
     for log in (traces / "logs").iterdir():
-        if said := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
-            found[log.stem] = (said[1], int(said[2]))
+        if output := re.search(r"^weights (\w+) at step (\d+)$", log.read_text(), re.MULTILINE):
+            found[log.stem] = (output[1], int(output[2]))
     return found
 
 
@@ -76,7 +76,7 @@ def test_the_plain_loop_never_splits_and_ends_with_equal_weights(traces: Path) -
 
 
 @pytest.mark.multiprocess
-def test_plain_loop_transfers_state_only_to_a_rank_without_it(traces: Path) -> None:
+def test_plain_loop_transfers_state_only_to_a_rank_that_lacks_state(traces: Path) -> None:
     """At the start every group but one takes its weights from that one (``init_sync``)."""
     found = fetches(traces)
     assert sorted(fetch[:3] for fetch in found[:2]) in (
@@ -97,7 +97,9 @@ def test_a_drained_group_of_the_plain_loop_ends_well(traces: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_shows_what_the_faults_cost(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incidents_report_the_cost_of_faults(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with capsys.disabled():
         print()
         for found in incidents(traces):
@@ -142,7 +144,7 @@ def _run(traces: Path, work: Any, transfers: int = 1, **settings: Any) -> list[M
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_torchft_ddp_runs_under_it(tmp_path: Path, fails: bool) -> None:
+def test_torchft_ddp_loop_runs_unchanged(tmp_path: Path, fails: bool) -> None:
     failed: list[int] = []
 
     def work(member: Member) -> None:
@@ -168,7 +170,7 @@ def test_torchft_ddp_runs_under_it(tmp_path: Path, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_local_sgd_runs_under_it(tmp_path: Path, fails: bool) -> None:
+def test_local_sgd_loop_runs_unchanged(tmp_path: Path, fails: bool) -> None:
     failed: list[int] = []
 
     def work(member: Member) -> None:
@@ -256,7 +258,7 @@ def test_state_functions_may_close_over_names_bound_later(tmp_path: Path) -> Non
         assert member.manager.batches_committed() == 3
 
 
-def test_a_fragment_bound_after_its_function_is_checked_before_the_first_step(
+def test_fragment_bound_late_is_checked_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     """A user's function saves a fragment whose buckets get their size after the registration."""
@@ -290,7 +292,7 @@ def test_an_object_in_a_closure_is_not_asked_for_its_class() -> None:
     refuse_dropping(lambda: proxy)
 
 
-def test_diloco_runs_under_it(tmp_path: Path) -> None:
+def test_diloco_loop_runs_unchanged(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         manager, inner = member.manager, member.optimizer
         outer = torch.optim.SGD(member.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

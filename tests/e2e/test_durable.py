@@ -136,7 +136,7 @@ def test_a_power_cut_in_the_midst_of_a_checkpoint_costs_no_bit(
 
 
 @pytest.mark.long
-def test_a_bus_that_forgot_the_job_costs_the_steps_since_the_last_checkpoint(
+def test_forgotten_job_resumes_from_the_last_checkpoint(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.yaml"

@@ -109,8 +109,8 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(
     }  # fmt: skip
     for mark in (tmp_path / "out").glob("final-*"):
         mark.unlink()
-    said = run(tmp_path, STEPS, cut=8, pause=[0.1, 0.1])
-    assert "the job starts again from the checkpoint of step 8" in said
+    output = run(tmp_path, STEPS, cut=8, pause=[0.1, 0.1])
+    assert "the job starts again from the checkpoint of step 8" in output
     judge(tmp_path, undisturbed, starts=3)
     found = manifests(tmp_path)
     assert sorted(found) == [4, 7, 8, 12, 16]
@@ -152,7 +152,7 @@ def test_all_ranks_are_killed_at_random_moments(kills: int, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_a_job_that_is_stopped_by_its_operator_goes_on_where_each_stage_was(
+def test_stopped_job_resumes_each_stage_at_its_own_step(
     undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
     """SIGTERM drains it: the first stage is ahead, and entries in flight are in the checkpoint."""
@@ -201,7 +201,7 @@ def test_a_group_that_was_lost_for_a_while_costs_no_later_checkpoint(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_stage_that_has_ended_is_in_the_checkpoints_of_the_one_that_goes_on(
+def test_ended_stage_is_in_the_later_checkpoints_of_the_other(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, 16, last_steps=6, pause=[0.1, 0.0])
@@ -216,7 +216,7 @@ def test_a_stage_that_has_ended_is_in_the_checkpoints_of_the_one_that_goes_on(
 
 
 @pytest.mark.long
-def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
+def test_stage_that_ends_long_before_the_checkpoint_is_copied_at_once(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, 16, every=1000, last_steps=4, pause=[0.2, 0.0])
@@ -226,15 +226,15 @@ def test_a_stage_that_ends_long_before_the_next_checkpoint_is_copied_at_once(
 
 
 @pytest.mark.long
-def test_a_last_stage_that_dies_when_the_first_has_ended_goes_on_from_a_checkpoint(
+def test_killed_last_stage_resumes_after_the_first_stage_has_ended(
     tmp_path: Path,
 ) -> None:
     """Its end is not that of the job, which restarts by itself."""
     plan = tmp_path / "plan.yaml"
     kill = "  - {{name: kill{0}, kind: kill, step: 7, group: {0}, rank: 1, phase: forward}}\n"
     plan.write_text("faults:\n" + "".join(kill.format(group) for group in range(2)))
-    said = run(tmp_path, 8, faults=plan, pause=[0.0, 0.3])
-    assert "the job starts again from the checkpoint of step 4" in said
+    output = run(tmp_path, 8, faults=plan, waits=6)
+    assert "the job starts again from the checkpoint of step 4" in output
     found = manifests(tmp_path)
     assert {step: cursors(m) for step, m in found.items()} == {4: [8, 8], 8: [16, 16]}
     assert_data(tmp_path)
@@ -251,7 +251,7 @@ def test_by_time_both_stages_take_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_it_is_no_checkpoint_of_torchs(tmp_path: Path) -> None:
+def test_pipeline_checkpoint_is_not_exported_for_torch(tmp_path: Path) -> None:
     """torch's checkpoint has one state, and this one has two."""
     run(tmp_path, 4)
     place = str(tmp_path / "checkpoints")

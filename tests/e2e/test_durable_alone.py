@@ -63,8 +63,8 @@ def test_a_job_that_is_resumed_twice_has_the_bits_of_one_run(spec: str, tmp_path
     expected = ends(whole)
     assert len({rank["own"] for rank in expected.values()}) == len(expected)
     run(parts, spec, 3, every=2)
-    said = run(parts, spec, STEPS, 7, every=2)
-    assert "the job starts again from the checkpoint of step 6" in said
+    output = run(parts, spec, STEPS, 7, every=2)
+    assert "the job starts again from the checkpoint of step 6" in output
     assert ends(parts) == expected
     assert len(folders(parts)) == 3
     report = audit_job(parts / "traces")

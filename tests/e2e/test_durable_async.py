@@ -121,7 +121,7 @@ def _begun(folder: Path, done: dict[str, Any]) -> float:
 
 
 @pytest.mark.long
-def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_path: Path) -> None:
+def test_next_group_writes_if_the_writer_dies_in_its_local_phase(tmp_path: Path) -> None:
     """The next group does so with the first synchronization without it, as the next due step is far
     away."""
     plan = tmp_path / "plan.yaml"
@@ -139,17 +139,17 @@ def test_if_the_group_that_writes_dies_while_it_is_apart_the_next_one_does(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("plant", "says"),
+    ("plant", "expected"),
     [("dropped", "where no earlier start has committed"), ("late", "begins with digest")],
 )
 def test_a_checkpoint_that_is_none_of_the_commit_does_not_pass(
-    plant: str, says: str, tmp_path: Path
+    plant: str, expected: str, tmp_path: Path
 ) -> None:
     done = fft(*arguments(tmp_path, STEPS, plant), folder=tmp_path, within=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(folders(tmp_path)) == 2
     report = audit_job(tmp_path / "traces")
-    assert not report.ok and says in report.render(), report.render()
+    assert not report.ok and expected in report.render(), report.render()
 
 
 @pytest.mark.long

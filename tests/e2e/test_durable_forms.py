@@ -47,8 +47,8 @@ def began_with(root: Path, name: str) -> list[dict[str, Any]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints and traces of a job of three ranks that has ended."""
     root = tmp_path_factory.mktemp("written")
-    code, said = run(root, RANKS, STEPS, root / "checkpoints", "out")
-    assert code == 0, said
+    code, output = run(root, RANKS, STEPS, root / "checkpoints", "out")
+    assert code == 0, output
     return root
 
 
@@ -77,9 +77,9 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
     ranks: int, root: Path
 ) -> None:
     before = whole(root / "checkpoints")
-    code, said = run(root, ranks, STEPS + 3, root / "checkpoints", "again")
-    assert code == 0, said
-    assert "the same bits as without this are not promised" in said
+    code, output = run(root, ranks, STEPS + 3, root / "checkpoints", "again")
+    assert code == 0, output
+    assert "the same bits as without this are not promised" in output
     found = began_with(root, "again")
     assert len(found) == ranks
     expected = {name.removeprefix("model0."): t for name, t in before["parameters"].items()}
@@ -90,9 +90,9 @@ def test_another_number_of_ranks_has_the_same_state_and_the_same_data(
     where = json.loads((root / "traces/start2/g0r0i1.jsonl").open().readline())["start"]["cursor"]
     for path in trace_files(root / "traces" / "start2"):
         rewrite(path, lambda r: [r if r["kind"] != "header" else _elsewhere(r, where + 1)])
-    told = audit_job(root / "traces").render()
-    assert f"groups begin at step {STEPS}, cursor {where + 1} and" in told
-    assert f", with {ranks} items in a slice, where no earlier start" in told
+    reported = audit_job(root / "traces").render()
+    assert f"groups begin at step {STEPS}, cursor {where + 1} and" in reported
+    assert f", with {ranks} items in a slice, where no earlier start" in reported
     manifest = Checkpoints(open_store(str(root / "checkpoints"))).verify(STEPS + 3)
     assert manifest.cursor * ranks == STEPS * RANKS + 3 * ranks
     after = whole(root / "checkpoints", STEPS + 3)["optimizers"][0]["state"]
@@ -106,13 +106,13 @@ def _elsewhere(header: dict[str, Any], cursor: int) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_ranks_that_would_begin_within_a_slice_of_the_data_are_refused(root: Path) -> None:
-    code, said = run(root, 5, STEPS + 3, root / "checkpoints", "again")
+    code, output = run(root, 5, STEPS + 3, root / "checkpoints", "again")
     assert code == 1
-    assert "stands at item 24 of the data, which groups that take 5 at a time cannot" in said
+    assert "stands at item 24 of the data, which groups that take 5 at a time cannot" in output
 
 
 @pytest.mark.long
-def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path) -> None:
+def test_other_rank_count_is_refused_while_slices_are_returned(root: Path) -> None:
     """Its slices belong to groups of that many ranks: others would take other samples for them."""
     store = open_store(str(root / "checkpoints"))
     found = Checkpoints(store)
@@ -121,9 +121,9 @@ def test_other_ranks_do_not_begin_with_what_is_to_be_given_out_again(root: Path)
     scopes = {name: scope.model_copy(update=returned) for name, scope in manifest.scopes.items()}
     changed = manifest.model_copy(update={**returned, "scopes": scopes})
     store.write(f"{found.directory(manifest)}/{MANIFEST}", sealed(changed))
-    code, said = run(root, 2, STEPS + 3, root / "checkpoints", "again")
+    code, output = run(root, 2, STEPS + 3, root / "checkpoints", "again")
     assert code == 1
-    assert f"is still to be given out again, in slices of {RANKS} batches for each group" in said
+    assert f"is still to be given out again, in slices of {RANKS} batches for each group" in output
 
 
 @pytest.mark.long
@@ -148,8 +148,8 @@ def test_exported_checkpoint_loads_in_torch_and_imports_again(root: Path) -> Non
         assert same(after["optimizers"][0]["state"][name], entries)
     one, other = (Checkpoints(open_store(str(p))).verify(STEPS) for p in (place, again))
     assert (one.lineage, one.cursor, one.ranks) == (other.lineage, other.cursor, other.ranks)
-    code, said = run(root, RANKS, STEPS + 2, again, "again")
-    assert code == 0, said
+    code, output = run(root, RANKS, STEPS + 2, again, "again")
+    assert code == 0, output
     assert all(same(each["model"], expected) for each in began_with(root, "again"))
 
 
@@ -165,8 +165,8 @@ def test_a_model_of_torchs_is_where_a_job_begins(tmp_path: Path) -> None:
     assert done.returncode == 2 and "say by --step where it stands" in done.stderr
     done = fft(*command, "--step", "5", "--cursor", "20", folder=tmp_path, within=60)
     assert done.returncode == 0, done.stderr
-    code, said = run(tmp_path, 2, 7, place, "out")
-    assert code == 0, said
-    assert "only a model was imported" in said
+    code, output = run(tmp_path, 2, 7, place, "out")
+    assert code == 0, output
+    assert "only a model was imported" in output
     for each in began_with(tmp_path, "out"):
         assert each["step"] == 5 and same(each["model"], dict(model.named_parameters()))

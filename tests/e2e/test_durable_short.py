@@ -51,14 +51,14 @@ def left(root: Path) -> list[str]:
 @pytest.mark.long
 def test_attempts_that_have_failed_leave_nothing(tmp_path: Path) -> None:
     """Group 0, which publishes, has no room; group 1 has written all of its files."""
-    said = run(tmp_path, 6)
-    assert said.count("no checkpoint of step") == 3
+    output = run(tmp_path, 6)
+    assert output.count("no checkpoint of step") == 3
     assert left(tmp_path) == []
-    (line,) = [line for line in said.splitlines() if "there is no checkpoint at" in line]
+    (line,) = [line for line in output.splitlines() if "there is no checkpoint at" in line]
     assert "the last attempt, of step 6, has failed: rank 0/0: OSError" in line
-    told = report(tmp_path)
-    assert "checkpoints: 0 taken, 3 failed, 0 left out\n" in told
-    assert "step 2 failed: rank 0/0: OSError" in told and "File too large" in told
+    reported = report(tmp_path)
+    assert "checkpoints: 0 taken, 3 failed, 0 left out\n" in reported
+    assert "step 2 failed: rank 0/0: OSError" in reported and "File too large" in reported
 
 
 @pytest.mark.long
@@ -71,20 +71,20 @@ def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
 
     Failed checkpoints cost neither a thread each nor time at the end.
     """
-    said = run(tmp_path, 20, room or 20, 99, 5)
-    steps = sorted(int(n) for n in re.findall(r"no checkpoint of step (\d+) from rank 0/0", said))
+    output = run(tmp_path, 20, room or 20, 99, 5)
+    steps = sorted(int(n) for n in re.findall(r"no checkpoint of step (\d+) from rank 0/0", output))
     full = [6, 8, 10, 12, 14, 16] if room else [6, 8, 10, 12, 14, 16, 18, 20]
-    assert steps == full, said
-    gaps = re.findall(r"the trace of rank (\d/0) cannot be written: .*File too large", said)
-    assert sorted(gaps) == ["0/0", "1/0"], said
-    told = report(tmp_path)
-    assert "according to the traces, which have gaps" in told
+    assert steps == full, output
+    gaps = re.findall(r"the trace of rank (\d/0) cannot be written: .*File too large", output)
+    assert sorted(gaps) == ["0/0", "1/0"], output
+    reported = report(tmp_path)
+    assert "according to the traces, which have gaps" in reported
     newest = "step-20" if room else "step-4"
     behind = "of the last step of" if room else "16 steps behind the last one of"
-    (line,) = [line for line in said.splitlines() if "the newest checkpoint is" in line]
+    (line,) = [line for line in output.splitlines() if "the newest checkpoint is" in line]
     assert f"the newest checkpoint is {newest} at" in line
     assert ("the last attempt, of step 20, has failed: rank" in line) == (not room)
-    assert f", {behind} the job" in line and "unasked" not in said
+    assert f", {behind} the job" in line and "unasked" not in output
     if room:
         logs = "".join(path.read_text() for path in (tmp_path / "traces").rglob("*.log"))
         found = re.findall(r"threads that write checkpoints: (\d+)", logs)
@@ -92,15 +92,15 @@ def test_lost_checkpoint_is_reported_while_traces_cannot_be_written(
 
 
 @pytest.mark.long
-def test_a_job_says_how_far_its_newest_checkpoint_is_behind(tmp_path: Path) -> None:
-    said = run(tmp_path, 6, 3)
+def test_job_reports_the_lag_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    output = run(tmp_path, 6, 3)
     assert left(tmp_path) == ["step-4", "step-6"]
     place = tmp_path / "checkpoints"
-    assert f"the newest checkpoint is step-6 at {place}, of the last step of the job\n" in said
+    assert f"the newest checkpoint is step-6 at {place}, of the last step of the job\n" in output
     assert "checkpoints: 2 taken (the newest of step 6), 1 failed, 0 left out\n" in report(tmp_path)
 
 
-def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> None:
+def test_job_killed_by_its_operator_reports_its_newest_checkpoint(tmp_path: Path) -> None:
     """A second signal kills it; the checkpoint of step 4 is in progress, and the drain waits for
     it."""
     with running(*command(tmp_path, 6, 0, 4), folder=tmp_path) as process:
@@ -108,18 +108,18 @@ def test_a_job_that_is_killed_by_its_operator_says_it_too(tmp_path: Path) -> Non
         for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may come as one
             process.signal(number)
         assert process.wait(LIMIT_S) == 1
-        said = process.stderr_text
-    assert "interrupted a second time" in said, said
+        output = process.stderr_text
+    assert "interrupted a second time" in output, output
     place = re.escape(str(tmp_path / "checkpoints"))
     line = (
         rf"fft: the newest checkpoint is step-2 at {place}, \d steps behind the last one of the job"
     )
-    assert re.search(line, said), said
+    assert re.search(line, output), output
 
 
-def test_checkpoints_that_are_due_too_often_are_said_once_with_the_mend(tmp_path: Path) -> None:
-    said = run(tmp_path, 9, 0, 1, every=1)
+def test_too_frequent_checkpoints_are_logged_once_with_the_fix(tmp_path: Path) -> None:
+    output = run(tmp_path, 9, 0, 1, every=1)
     logs = "".join(path.read_text() for path in (tmp_path / "traces").rglob("*g0*.log"))
-    assert said.count("take them less often (--every)") == 1
+    assert output.count("take them less often (--every)") == 1
     assert logs.count("take them less often (--every)") == 1
     assert "were due while the one before was being written: take" in report(tmp_path)

@@ -57,5 +57,8 @@ manager.shutdown()
 @pytest.mark.multiprocess
 def test_sigterm_and_sigusr2_end_a_forked_worker(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
-    said = run_script(tmp_path / "forks.py", log=tmp_path / "log", within=180)
-    assert [line for line in said.splitlines() if line[:1].isdigit()] == ["0 -15 -12", "1 -15 -12"]
+    output = run_script(tmp_path / "forks.py", log=tmp_path / "log", within=180)
+    assert [line for line in output.splitlines() if line[:1].isdigit()] == [
+        "0 -15 -12",
+        "1 -15 -12",
+    ]

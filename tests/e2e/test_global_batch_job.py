@@ -204,7 +204,7 @@ def global_batch(member: Member, samples: int | None, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "more", "told"),
+    ("spec", "more", "expected"),
     [
         ("pipeline", {}, "spec 'pipeline' does not support it"),
         ("hsdp", {"register": False}, "call manager.sync_gradients(model) before"),
@@ -216,11 +216,11 @@ def global_batch(member: Member, samples: int | None, steps: int = 2) -> None:
     ],
 )
 def test_a_job_that_cannot_divide_its_steps_refuses_a_global_batch(
-    tmp_path: Path, spec: str, more: dict[str, Any], told: str
+    tmp_path: Path, spec: str, more: dict[str, Any], expected: str
 ) -> None:
     with job(tmp_path, 1) as made:
         member = made.member("0", model=Plain(), spec=spec, **more)
-        with pytest.raises(FftError, match=re.escape(told)):
+        with pytest.raises(FftError, match=re.escape(expected)):
             global_batch(member, GLOBAL_BATCH)
 
 
@@ -262,7 +262,7 @@ def left_early(txn: fft.Transaction, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (whole_batch, "write `for batch in txn.batches:`"),
         (twice, "call backward() once for each of txn.batches, inside the loop"),
@@ -270,7 +270,7 @@ def left_early(txn: fft.Transaction, model: nn.Module) -> None:
     ],
 )
 def test_a_step_function_that_would_miss_the_mean_ends_with_the_fix(
-    tmp_path: Path, body: Callable[[fft.Transaction, nn.Module], None], told: str
+    tmp_path: Path, body: Callable[[fft.Transaction, nn.Module], None], expected: str
 ) -> None:
     with job(tmp_path, 1) as made:
         member = made.member("0", model=Plain())
@@ -278,4 +278,4 @@ def test_a_step_function_that_would_miss_the_mean_ends_with_the_fix(
             for txn in member.manager.transactions(loader(), 2, global_batch=GLOBAL_BATCH):
                 with txn:
                     body(txn, member.model)
-    assert told in str(caught.value.__cause__)
+    assert expected in str(caught.value.__cause__)

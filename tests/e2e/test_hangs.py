@@ -80,8 +80,8 @@ def test_rank_hanging_in_torchft_loop_is_excluded_until_it_returns(tmp_path: Pat
     assert json.loads((out / "hung").read_text())["went_on"], "the other group waited for it"
     assert not list((out / "run").glob("g1r0i2*.jsonl")), "it came back, and was not started anew"
     found = iter(records(out / "run"))
-    said = re.compile(r"1/0#1:? (hangs|is suspected): ")
-    assert any(r["kind"] == "abort" and said.search(r["cause"]) for r in found), causes(out)
+    pattern = re.compile(r"1/0#1:? (hangs|is suspected): ")
+    assert any(r["kind"] == "abort" and pattern.search(r["cause"]) for r in found), causes(out)
     after = [[entry["group"] for entry in r["members"]] for r in found if r["kind"] == "epoch"]
     assert after[:2] == [["0"], ["0", "1"]], "left out at once, and in again when it was back"
 

@@ -326,9 +326,7 @@ FINE = {
         (1, {"auto_find_batch_size": True}, "set a batch size"),
     ],
 )
-def test_trainer_refuses_what_it_does_not_support(
-    ranks: int, wrong: dict[str, Any], words: str
-) -> None:
+def test_trainer_refuses_unsupported_options(ranks: int, wrong: dict[str, Any], words: str) -> None:
     from fft.integrations import huggingface
 
     huggingface._refuse_unsupported(SimpleNamespace(**FINE), 1)
@@ -403,7 +401,7 @@ def test_dataloader_without_a_dataset_is_refused() -> None:
         huggingface.FFTTrainerMixin.set_initial_training_values(object(), None, [])
 
 
-def test_group_with_another_number_of_steps_is_told_which_one_to_pass() -> None:
+def test_group_with_different_max_steps_is_refused_with_the_fix() -> None:
     from fft.integrations.huggingface_progress import Progress
 
     trainer = SimpleNamespace(state=SimpleNamespace(max_steps=50))

@@ -100,9 +100,9 @@ def test_a_cut_network_is_rolled_back_and_built_anew(survived: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_restarted_lighthouse_is_told_to_all_and_costs_nothing(survived: Path) -> None:
-    told = [n for n in notes(survived, "command") if n["data"]["fault"]["name"] == "lighthouse"]
-    assert {n["group"] for n in told} == {"0", "1"}
+def test_lighthouse_restart_is_sent_to_all_groups_and_costs_no_step(survived: Path) -> None:
+    commands = [n for n in notes(survived, "command") if n["data"]["fault"]["name"] == "lighthouse"]
+    assert {n["group"] for n in commands} == {"0", "1"}
     assert not [r for r in aborts(survived) if 14 <= r["step"] <= 19]
 
 
@@ -170,7 +170,7 @@ faults:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_rank_that_loses_the_bus_stops_and_comes_back_as_a_new_process(tmp_path: Path) -> None:
+def test_rank_that_loses_the_bus_restarts_as_a_new_process(tmp_path: Path) -> None:
     traces, _ = run(tmp_path, BUS_LOSS, "--stop-after-plan", "3")
     assert broken(traces) <= {"decided"}, "it may stop in doubt, and nothing worse"
     assert "lost" in injected(traces)
@@ -188,9 +188,9 @@ faults:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_bus_that_was_restarted_ends_the_job_with_a_reason(tmp_path: Path) -> None:
-    traces, said = run(tmp_path, BUS_RESTART, code=1)
+    traces, output = run(tmp_path, BUS_RESTART, code=1)
     assert broken(traces) <= {"decided"}, "it may stop in doubt, and nothing worse"
-    assert "the bus was restarted, and has forgotten the job" in said
+    assert "the bus was restarted, and has forgotten the job" in output
     assert len(list(traces.glob("g*.jsonl"))) == 2, "nobody was started again"
     for group in (0, 1):
         assert "InDoubt" in (traces / "logs" / f"g{group}r0-1.log").read_text()

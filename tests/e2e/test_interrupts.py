@@ -34,7 +34,7 @@ def run_job(directory: Path, steps: int, vain: int) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_run_that_is_interrupted_everywhere_ends_with_the_bits_of_one_that_is_not(
+def test_run_with_interruptions_everywhere_has_the_bits_of_a_calm_run(
     tmp_path: Path,
 ) -> None:
     calm, torn = run_job(tmp_path / "calm", STEPS, 0), run_job(tmp_path / "torn", STEPS, VAIN)

@@ -83,9 +83,9 @@ def test_a_group_that_fails_alone_is_left_out_and_the_others_train_on(tmp_path: 
         wait_until(lambda: "group 1 given up" in job.stdout_text, "that it is given up", LIMIT_S)
         job.signal(signal.SIGINT)
         assert job.wait(LIMIT_S) == 75  # drained before its end
-    said = job.stderr_text
-    assert said.count("\nAttributeError: 'Tensor' object has no attribute") == 1
-    assert "group 1 was given up" in said
+    output = job.stderr_text
+    assert output.count("\nAttributeError: 'Tensor' object has no attribute") == 1
+    assert "group 1 was given up" in output
     assert starts(traces, 0) == 1 and starts(traces, 1) == 2
     assert audit_dir(traces).ok
 
@@ -98,7 +98,7 @@ def test_failure_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_other_groups_finish_and_nobody_waits_for_one_that_was_killed(tmp_path: Path) -> None:
+def test_job_finishes_without_waiting_for_a_group_killed_at_the_end(tmp_path: Path) -> None:
     """It comes back when there is no group left to join."""
     traces, plan = tmp_path / "run", tmp_path / "plan.yaml"
     kill = {"name": "late", "kind": "kill", "step": 3, "group": 1, "phase": "vote"}
@@ -132,7 +132,7 @@ def test_a_group_killed_after_its_last_vote_is_not_started_again(tmp_path: Path)
         ("term", 75, "drained before its end, at step 3", {"stopped"}),
     ],
 )
-def test_job_stops_on_all_groups_after_the_step_at_which_one_decides_it(
+def test_job_stops_on_all_groups_after_the_step_one_group_decides(
     tmp_path: Path, where: str, status: int, outcome: str, rollbacks: set[str]
 ) -> None:
     traces = tmp_path / "run"

@@ -162,7 +162,7 @@ def changing(kind: str) -> Callable[[Member, fft.Transaction, Value], None]:
 
 @pytest.mark.parametrize("learners", ["auto", "always"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_joiner_has_the_state_of_the_others_whatever_step_functions_change(
+def test_joiner_has_the_peers_state_when_step_functions_change_values(
     tmp_path: Path, kind: str, learners: Any
 ) -> None:
     """A false declaration by ``learners`` costs a rollback, and no committed step."""
@@ -179,7 +179,7 @@ def test_joiner_has_the_state_of_the_others_whatever_step_functions_change(
     assert bool(joined[0]["learners"]) is (learners == "always")
 
 
-def test_change_that_a_process_makes_in_its_first_steps_ends_it_by_name(tmp_path: Path) -> None:
+def test_change_made_in_the_first_steps_ends_its_process_by_name(tmp_path: Path) -> None:
     """Its rate differs in each attempt, so that a second fetch cannot help."""
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
@@ -194,11 +194,13 @@ def test_change_that_a_process_makes_in_its_first_steps_ends_it_by_name(tmp_path
     assert len(refusals(tmp_path)) == 2
 
 
-def test_training_modes_may_differ_in_the_first_step_with_a_joiner(tmp_path: Path) -> None:
-    """A validation that only one group runs leaves its model in evaluation mode."""
+def test_modes_and_caches_may_differ_in_the_first_step_with_a_joiner(tmp_path: Path) -> None:
+    """A validation that only one group runs leaves its model in evaluation mode, with a cache."""
 
     def body(member: Member, txn: fft.Transaction, _: Value) -> None:
         member.model.train(member.group == "1")
+        if member.group == "1":
+            member.model.register_buffer("cache", torch.zeros(1), persistent=False)
 
     ends, *members = run(tmp_path, body)
     assert [m.error for m in members] == [None, None]
@@ -208,7 +210,7 @@ def test_training_modes_may_differ_in_the_first_step_with_a_joiner(tmp_path: Pat
 @pytest.mark.parametrize(
     ("fault", "entry"), [({"forgets": True}, "value"), ({"counts": True}, "calls")]
 )
-def test_extra_that_does_not_load_ends_its_rank_by_name_after_a_second_fetch(
+def test_unloadable_extra_ends_its_rank_by_name_after_a_second_fetch(
     tmp_path: Path, fault: dict[str, bool], entry: str
 ) -> None:
     def body(member: Member, txn: fft.Transaction, value: Value) -> None:
@@ -246,7 +248,7 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
     assert ("1", step + 1) in judged
 
 
-def test_joiner_of_a_torchft_loop_has_the_rate_that_its_peers_set_in_the_step(
+def test_joiner_of_a_torchft_loop_has_the_rate_set_by_its_peers(
     tmp_path: Path,
 ) -> None:
     """The loop sets a rate by the step and clamps the weights, before each backward pass."""

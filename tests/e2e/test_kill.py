@@ -57,7 +57,7 @@ def test_all_groups_have_equal_bits_at_equal_lineage(traces: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_state_is_fetched_once_by_each_rank_that_lost_it_and_by_nobody_else(traces: Path) -> None:
+def test_state_is_fetched_once_by_exactly_the_ranks_that_lost_it(traces: Path) -> None:
     found = fetches(traces)
     assert [fetch[4] for fetch in found] == ["1"] + ["0"] * 4
     # the rank with lost state; the killed group; the group that came back from its drain
@@ -96,7 +96,7 @@ def test_a_drained_group_leaves_after_a_commit_without_a_rollback(traces: Path) 
 
 
 @pytest.mark.multiprocess
-def test_shows_what_it_cost(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incidents_of_kills_are_reported(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print()
         for found in incidents(traces):

@@ -77,7 +77,7 @@ class Process:
 
     def at(self, step: int) -> None:
         """Wait until it has committed ``step`` steps."""
-        self.until(lambda said: said.get("step", 0) >= step)
+        self.until(lambda output: output.get("step", 0) >= step)
 
     def end(self) -> int:
         """Wait for its end, and return its exit code."""
@@ -199,7 +199,7 @@ def gaps_ms(traces: Path, since: float) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_lighthouse_that_is_killed_for_good_costs_no_bit_and_no_step(
+def test_lighthouse_killed_for_good_costs_no_bit_and_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is compared with a run without a lighthouse, which has no thread for it either."""
@@ -237,8 +237,8 @@ def test_a_lighthouse_that_is_down_at_the_start_costs_a_warning(tmp_path: Path) 
         made.start()
         for process in made.groups.values():
             process.at(3)
-            said = process.log.read_text()
-            assert said.count("gets no heartbeats until it can be reached") == 1, said
+            output = process.log.read_text()
+            assert output.count("gets no heartbeats until it can be reached") == 1, output
         made.lighthouse.start()
         beats = re.compile(r"\b[01]:[0-9a-f-]{36}: seen")
         wait_until(lambda: len(set(beats.findall(made.lighthouse.status()))) == 2, "heartbeats")
@@ -263,7 +263,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
     with job(root, 3, membership="lighthouse", **patient) as made:
         made.start()
         for process in made.groups.values():
-            process.until(lambda said: "begun" in said)
+            process.until(lambda output: "begun" in output)
         assert not records(made.traces)[1:], "nothing is committed without a quorum"
         made.lighthouse.start()
         last = made.groups["0"]
@@ -284,7 +284,7 @@ def ruled(tmp_path_factory: pytest.TempPathFactory) -> LighthouseJob:
 
 
 @pytest.mark.long
-def test_a_late_and_a_restarted_lighthouse_are_waited_for_and_the_killed_are_left_out(
+def test_late_lighthouse_is_awaited_and_killed_groups_are_excluded(
     ruled: LighthouseJob,
 ) -> None:
     ruled.audit()
@@ -308,7 +308,7 @@ def test_group_missing_from_the_quorum_is_excluded(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_on(
+def test_group_cut_off_from_the_lighthouse_ends_and_others_continue(
     tmp_path: Path,
 ) -> None:
     """It is healthy and comes back each time, but each time later, and not for ever."""
@@ -321,8 +321,8 @@ def test_a_group_that_alone_cannot_reach_the_lighthouse_ends_and_the_others_go_o
             made.groups["2"].at(3)
             way.close()
             assert made.groups["2"].end() == 1
-            said = made.groups["2"].log.read_text()
-            assert "NoLighthouseQuorum: torchft's lighthouse did not answer in 2 attempts" in said
+            output = made.groups["2"].log.read_text()
+            assert "NoLighthouseQuorum: torchft's lighthouse did not answer in 2 attempts" in output
         finally:
             way.close()
         made.groups["0"].at(records(made.traces)[-1]["step"] + 10)
@@ -391,7 +391,7 @@ def test_groups_of_several_ranks_ask_by_their_first_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_groups_of_several_ranks_cannot_do_without_it_either(tmp_path: Path) -> None:
+def test_groups_of_several_ranks_need_the_lighthouse_too(tmp_path: Path) -> None:
     """This is the control of the test above: the groups do depend on the lighthouse."""
     done = run_job(tmp_path, "--no-lighthouse", "--max-restarts", "0")
     assert done.returncode != 0

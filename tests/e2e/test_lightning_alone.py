@@ -169,7 +169,7 @@ def test_stop_between_two_micro_batches_drops_the_step(trainer_of: TrainerOf) ->
 
 
 @pytest.mark.parametrize("accumulate, manual", [(1, False), (2, False), (1, True)])
-def test_repeated_step_has_what_the_hooks_before_it_have_changed(
+def test_repeated_step_keeps_the_changes_of_the_hooks_before_it(
     trainer_of: TrainerOf, accumulate: int, manual: bool
 ) -> None:
     found = []
@@ -235,7 +235,7 @@ def test_skipped_batch_is_refused(trainer_of: TrainerOf, model: Any, collate: An
         ({"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "use WeightAveraging"),
     ],
 )
-def test_trainer_refuses_what_it_does_not_support(
+def test_trainer_refuses_unsupported_options(
     trainer_of: TrainerOf, options: dict[str, Any], fix: str
 ) -> None:
     with pytest.raises(FftError, match=fix):
@@ -269,7 +269,7 @@ class Sees(Model):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_vary_with_what_a_hook_of_the_epoch_sets(trainer_of: TrainerOf, workers: int) -> None:
+def test_data_follow_the_value_that_an_epoch_hook_sets(trainer_of: TrainerOf, workers: int) -> None:
     trainer, model = trainer_of(max_epochs=3), Sees()
     trainer.fit(model, DataLoader(ByEpoch(), batch_size=2, num_workers=workers))
     assert model.seen == [[[i, epoch] for i in range(8)] for epoch in range(3)]

@@ -191,7 +191,7 @@ def test_members_come_and_go_and_no_worker_is_started_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.multiprocess
-def test_on_the_main_thread_a_rollback_interrupts_the_body_and_never_the_loading(
+def test_main_thread_rollback_interrupts_the_body_but_not_the_loading(
     tmp_path: Path,
 ) -> None:
     with job(tmp_path / "traces", 1) as made:

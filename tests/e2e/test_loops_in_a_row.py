@@ -108,7 +108,7 @@ def _run(traces: Path, loops: tuple[Loop, ...], faults: bool) -> list[list[list[
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", ORDERS)
-def test_each_txn_owes_what_its_own_loop_does(order: str, tmp_path: Path) -> None:
+def test_each_txn_owes_the_inputs_of_its_own_loop(order: str, tmp_path: Path) -> None:
     loops = ORDERS[order]
     clean = _run(tmp_path / "clean", loops, faults=False)
     assert clean[0] == clean[1]

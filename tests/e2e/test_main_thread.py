@@ -23,8 +23,8 @@ def test_event_without_a_row_is_an_error_without_effects(tmp_path: Path) -> None
         parts = member.manager._parts
         assert parts.job.executor.role == "computing"
         assert parts.job.local is not None and parts.job.local.head is not None
-        told = r"in BODY\.whole, which has no row for 'apply'; expected: finish, prepared"
-        with pytest.raises(ProtocolError, match=told):
+        expected = r"in BODY\.whole, which has no row for 'apply'; expected: finish, prepared"
+        with pytest.raises(ProtocolError, match=expected):
             parts.commits.apply(Apply(parts.job.local.head))
         assert parts.job.executor.role == "computing"
         assert parts.job.local.role == "training"
@@ -37,7 +37,7 @@ def test_every_effect_of_the_table_is_carried_out(tmp_path: Path) -> None:
 
 
 def test_end_of_an_update_is_posted_once() -> None:
-    executor, told = StepExecutor(print, print, threading.Lock()), list[str]()
+    executor, reported = StepExecutor(print, print, threading.Lock()), list[str]()
     for event in ("heal", "healed", "start_txn", "prepared", "apply"):
         executor.transition(event)
     both = threading.Barrier(2)
@@ -45,14 +45,14 @@ def test_end_of_an_update_is_posted_once() -> None:
     def tell(event: str) -> None:
         both.wait(10.0)
         if executor.transition_if("applying", event):
-            told.append(event)
+            reported.append(event)
 
     tellers = [threading.Thread(target=tell, args=(e,)) for e in ("applied", "apply_failed")]
     for teller in tellers:
         teller.start()
     for teller in tellers:
         teller.join(10.0)
-    assert len(told) == 1
+    assert len(reported) == 1
     assert executor.role == "idle"
 
 

@@ -59,7 +59,7 @@ def same_weights(*members: Member) -> None:
 # --- rollback -------------------------------------------------------------------------------------
 
 
-def test_a_rank_blocked_in_gloo_is_freed_and_its_tensor_is_never_written_again(
+def test_rank_blocked_in_gloo_is_freed_and_its_tensor_stays_untouched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of three groups are in a collective on 16 MB that the third never enters."""
@@ -124,7 +124,7 @@ def test_batch_norm_noise_and_data_are_as_if_the_fault_had_not_been(tmp_path: Pa
     assert ends[0] == ends[1]
 
 
-def test_an_error_that_names_a_file_with_half_a_character_is_rolled_back_too(two: Job) -> None:
+def test_error_with_a_lone_surrogate_in_its_text_is_rolled_back(two: Job) -> None:
     done: list[int] = []
 
     def body(member: Member, txn: fft.Transaction) -> None:
@@ -138,7 +138,7 @@ def test_an_error_that_names_a_file_with_half_a_character_is_rolled_back_too(two
     two.audit()
 
 
-def test_a_rollback_that_comes_before_the_txn_began_here_keeps_the_last_commit(
+def test_rollback_before_the_txn_begins_here_keeps_the_last_commit(
     tmp_path: Path,
 ) -> None:
     """Group 1 is still in its optimizer step when group 0 has already failed at the next one."""
@@ -223,7 +223,7 @@ def test_an_optimizer_that_fails_after_commit_heals_from_the_peer(
     assert sum(r["kind"] == "commit" for r in records(two.traces)) == 8
 
 
-def test_a_body_that_keeps_failing_is_told_to_the_user(two: Job) -> None:
+def test_step_that_keeps_failing_raises_step_retries_exceeded(two: Job) -> None:
     tries = []
 
     def body(member: Member, txn: fft.Transaction) -> None:
@@ -267,7 +267,7 @@ def test_errors_that_differ_are_tried_again_more_often(two: Job) -> None:
 def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
     """A second process takes the identity; the owner gets the error on every call."""
     reached = threading.Event()
-    told: list[str] = []
+    reported: list[str] = []
 
     def stubborn(member: Member) -> None:
         member.train(None, body=lambda m, txn: reached.set())
@@ -279,14 +279,14 @@ def test_terminal_error_is_raised_on_every_call(two: Job) -> None:
             for _ in range(2):
                 with pytest.raises(Fenced):
                     member.manager.start_quorum()
-                told.append(member.group)
+                reported.append(member.group)
 
     old = two.member("0").start(asks_again)
     peer = two.member("1").start(stubborn)
     assert reached.wait(30)
     newer = two.member("0").start(lambda m: m.train(None))
     old.end()
-    assert told == ["0", "0"] and old.error is None
+    assert reported == ["0", "0"] and old.error is None
     for member in (newer, peer):
         member.manager.drain()
     for member in (newer, peer):
@@ -341,7 +341,7 @@ def _threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def test_a_bus_out_of_reach_is_an_error_that_says_how_to_start_one(
+def test_unreachable_bus_raises_an_error_with_the_fix(
     two: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as taken:  # bound but not listening, so connections are refused
@@ -371,7 +371,7 @@ def test_ranks_of_a_group_that_could_not_share_a_model_are_refused(two: Job) -> 
             member.train(1)
 
 
-def test_a_timeout_that_the_spec_does_not_know_is_refused_and_leaves_nothing(two: Job) -> None:
+def test_timeout_unknown_to_the_spec_is_refused_and_leaves_no_threads(two: Job) -> None:
     before = _threads()
     with pytest.raises(FftError, match=r"unknown name 'vote'.*vote_window"):
         two.member("0", timeouts={"vote": 1.0})
@@ -486,7 +486,7 @@ def test_a_stateful_loader_serves_a_late_group_and_every_item_once(two: Job) -> 
     two.audit()
 
 
-def test_joiner_that_need_not_wait_computes_while_fetching_and_counts_from_the_next_step(
+def test_joiner_that_need_not_wait_computes_during_its_fetch(
     two: Job,
 ) -> None:
     seen: list[tuple[int, int | None, int, bool]] = []
@@ -524,7 +524,7 @@ def test_one_rank_is_the_writer_in_each_step(two: Job) -> None:
     assert writers == [(0, "0"), (1, "0"), (2, "0")]
 
 
-def test_a_fetch_that_is_cut_short_by_a_rollback_leaves_nothing_behind(two: Job) -> None:
+def test_fetch_cut_short_by_a_rollback_leaves_no_state_behind(two: Job) -> None:
     """The joiner's step function is unwound, its fetch ends, and the next epoch waits for it."""
     failing = threading.Event()
     starts: list[int | None] = []
@@ -576,7 +576,7 @@ def test_a_replay_is_the_same_where_the_loader_draws_random_numbers(tmp_path: Pa
     assert ends[0] == ends[1]
 
 
-def test_a_job_resumes_a_stateful_loader_at_the_commit_although_it_had_drawn_more(
+def test_resumed_stateful_loader_starts_at_the_commit_after_prefetch(
     tmp_path: Path,
 ) -> None:
     saved: dict[str, dict[str, Any]] = {}
@@ -608,7 +608,7 @@ def test_when_the_data_end_all_groups_end_at_one_commit(two: Job, items: int) ->
     two.audit()
 
 
-def test_a_loader_without_state_refuses_a_late_group_and_says_why(two: Job) -> None:
+def test_loader_without_state_refuses_a_late_group_with_the_reason(two: Job) -> None:
     reached = threading.Event()
 
     def body(member: Member, txn: fft.Transaction) -> None:
@@ -649,7 +649,7 @@ def test_max_steps_ends_all_groups_at_the_same_commit(tmp_path: Path) -> None:
     assert last["kind"] == "commit" and last["leavers"] == ["0", "1", "2"]
 
 
-def test_a_drained_group_leaves_after_a_commit_and_nobody_rolls_back(two: Job) -> None:
+def test_drained_group_leaves_after_a_commit_without_a_rollback(two: Job) -> None:
     def body(member: Member, txn: fft.Transaction) -> None:
         if member.group == "1" and txn.step == 3:
             member.manager.drain()
@@ -688,7 +688,7 @@ def test_spares_train_along_without_a_share_of_the_data(tmp_path: Path) -> None:
     assert members[0].manager.batches_committed() == 12
 
 
-def test_too_few_groups_is_an_error_that_says_so(two: Job) -> None:
+def test_too_few_groups_raise_an_error_with_both_numbers(two: Job) -> None:
     member = two.member("0", min_replica_size=2, quorum_timeout=timedelta(seconds=1))
     member.start(lambda m: m.train(5))
     member.end()
@@ -780,7 +780,7 @@ def test_beginning_a_step_twice_is_harmless(two: Job) -> None:
     assert aborts(two.traces) == []
 
 
-def test_a_step_that_one_group_starts_over_after_its_reductions_is_skipped_by_all(two: Job) -> None:
+def test_step_restarted_by_one_group_after_reducing_is_skipped_by_all(two: Job) -> None:
     again: list[int] = []
 
     def work(member: Member) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from forked import Forked
 from namespaces import BUS_IN_4, Host, needs_namespaces, two_hosts
-from network_worker import list_listeners, run, serve, train
+from network_worker import build, list_listeners, refuse, run, serve, train
 from stage import events
 from waiting import wait_until
 
@@ -68,8 +68,8 @@ def test_ranks_on_two_hosts_heal_by_address(tmp_path: Path, families: str, liste
             both = [started(host, n, bus, tmp_path, 3) for n, host in enumerate((first, second))]
             with ranks(*both):
                 assert [one.wait(LONG_S) for one in both] == [0, 0], both[1].tail() + both[0].tail()
-        said = [re.findall(r"weights (\S+)", one.tail()) for one in both]
-        assert said[0] == said[1] != []
+        output = [re.findall(r"weights (\S+)", one.tail()) for one in both]
+        assert output[0] == output[1] != []
         assert [
             e["event"]["source"] for e in events(tmp_path, "healed") if e["event"]["bytes"]
         ] == ["0"]
@@ -208,8 +208,36 @@ def test_fft_run_heals_where_the_host_name_does_not_resolve(tmp_path: Path) -> N
     assert audit_dir(traces).ok
 
 
-def test_broken_link_between_two_hosts_ends_no_process(tmp_path: Path) -> None:
-    """The ranks reach the bus and the stores, but not each other, until the link is mended."""
+def test_route_that_is_lost_while_groups_are_built_ends_no_process(tmp_path: Path) -> None:
+    """Rank 1's connection fails after its route is gone, so gloo cannot even try it again."""
+    with two_hosts(tmp_path, "4") as (first, second):
+        for number, host in enumerate((first, second), 1):
+            host.ip(f"addr add 10.79.0.{number}/32 dev lo")
+            host.ip(f"route add 10.79.0.{3 - number} via 10.77.0.{3 - number}")
+        first.ip("rule add pref 100 lookup local")
+        first.ip("rule del pref 0")
+        first.ip(f"rule add pref 10 iif {first.link} to 10.79.0.1 blackhole")
+        sniffer = Forked(refuse, first, tmp_path, log=tmp_path / "sniffer.log")
+        with ranks(sniffer):
+            wait_until((tmp_path / "listens").exists, "packets are read", LONG_S)
+            both = [
+                Forked(build, host, rank, tmp_path, log=tmp_path / f"{rank}.log")
+                for rank, host in enumerate((first, second))
+            ]
+            with ranks(*both):
+                wait_until((tmp_path / "syn").exists, "rank 1 connects", LONG_S)
+                second.ip("route replace unreachable 10.79.0.1/32")
+                (tmp_path / "go").touch()
+                assert both[1].wait(LONG_S) == 0, both[1].tail()
+                assert "refused: " in both[1].tail()
+
+
+@pytest.mark.parametrize("limit_s", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_broken_link_between_two_hosts_ends_no_process(tmp_path: Path, limit_s: int) -> None:
+    """The ranks reach the bus and the stores, but not each other, until the link is mended.
+
+    A collective with a longer limit ends when the kernel has had no answer for 25 s.
+    """
     logs = [tmp_path / f"{n}.log" for n in (0, 1)]
 
     def steps(log: Path) -> int:
@@ -227,7 +255,7 @@ def test_broken_link_between_two_hosts_ends_no_process(tmp_path: Path) -> None:
                 *(host, n, bus, tmp_path, None),
                 FFT_HOST_ADDRESS=f"10.79.0.{n + 1}",
                 STORE_ADDRESS=f"10.77.0.{n + 1}",
-                OP_LIMIT_S="5",
+                OP_LIMIT_S=str(limit_s),
             )
             for n, host in enumerate(hosts)
         ]
@@ -236,7 +264,7 @@ def test_broken_link_between_two_hosts_ends_no_process(tmp_path: Path) -> None:
             for number, host in enumerate(hosts, 1):
                 host.ip(f"route replace blackhole 10.79.0.{3 - number}/32")
             link = "cannot reach another rank's gloo at 10.79.0."
-            wait_until(lambda: says(link), "the link between the ranks is named", 40.0)
+            wait_until(lambda: says(link), "the link between the ranks is named", 60.0)
             for number, host in enumerate(hosts, 1):
                 host.ip(f"route replace 10.79.0.{3 - number}/32 via 10.77.0.{3 - number}")
             seen = max(map(steps, logs))

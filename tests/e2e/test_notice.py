@@ -67,7 +67,7 @@ def test_a_group_that_is_given_time_leaves_with_a_commit(
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_group_with_too_long_a_step_leaves_without_a_commit_and_reports_why(tmp_path: Path) -> None:
+def test_group_with_too_long_a_step_leaves_uncommitted_with_reason(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "job", "long")
     run = tmp_path / "job" / "run"
     assert ended["1-0"]["unwound"].startswith("Interrupted: ")

@@ -58,8 +58,8 @@ class Training:
             wait_until(lambda: len(desk.job().groups) == 2, "both groups in one epoch")
             state = desk.job()
             plan = inject.single(state, kind, None, options)
-            (said,) = inject.send(desk, state, plan)
-        return said
+            (output,) = inject.send(desk, state, plan)
+        return output
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def training(
 def test_faults_are_commanded_in_the_middle_of_training(training: Training) -> None:
     traces = training.job.traces
     for kind in ("exception", "one_sided", "network_cut"):
-        said = training.inject(kind, group="1")
-        assert said.ok and said.text.endswith(f"({kind}): group 1 rank 0 accepted: armed")
+        answer = training.inject(kind, group="1")
+        assert answer.ok and answer.text.endswith(f"({kind}): group 1 rank 0 accepted: armed")
         wait_until(lambda k=kind: k in [n["data"]["kind"] for n in notes(traces, "inject")], kind)
     training.end()
     training.job.audit()
@@ -91,10 +91,10 @@ def test_faults_are_commanded_in_the_middle_of_training(training: Training) -> N
 
 
 @pytest.mark.parametrize("training", [False], indirect=True)
-def test_a_job_that_was_not_started_for_it_refuses(training: Training) -> None:
-    said = training.inject("kill", group="0")
-    assert not said.ok
-    assert "group 0 rank 0 refused: fault injection is disabled in this process" in said.text
+def test_injection_into_a_job_without_fft_inject_is_refused(training: Training) -> None:
+    answer = training.inject("kill", group="0")
+    assert not answer.ok
+    assert "group 0 rank 0 refused: fault injection is disabled in this process" in answer.text
     training.end()
     training.job.audit()
     (note,) = notes(training.job.traces, "command")
@@ -141,9 +141,9 @@ def test_an_operator_at_a_running_job(tmp_path: Path, monkeypatch: pytest.Monkey
     with (tmp_path / "stderr").open("w") as errors:
         run = subprocess.Popen(command, stderr=errors, stdout=errors, text=True, env=os.environ)
     try:
-        told = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
-        wait_until(lambda: told.search((tmp_path / "stderr").read_text()), "its bus", LIMIT_S)
-        url, token = told.search((tmp_path / "stderr").read_text()).groups()
+        pattern = re.compile(r"FFT_BUS=(\S+) FFT_TOKEN_FILE=(\S+)\n")
+        wait_until(lambda: pattern.search((tmp_path / "stderr").read_text()), "its bus", LIMIT_S)
+        url, token = pattern.search((tmp_path / "stderr").read_text()).groups()
         monkeypatch.setenv("FFT_TOKEN_FILE", token)
         watch = subprocess.Popen(
             [sys.executable, "-m", "fft.cli", "watch", "--json", "--bus", url],
@@ -172,27 +172,27 @@ def _operate(url: str, watch: subprocess.Popen[str], monkeypatch: pytest.MonkeyP
     def until_members(*peers: str) -> None:
         assert next(e for e in events if e.get("members") == list(peers))
 
-    def told(*arguments: str) -> str:
+    def output_of(*arguments: str) -> str:
         # in this process, as a new one would spend seconds on importing torch each time
         done = CliRunner().invoke(app, [*arguments, "--bus", url])
         assert done.exit_code == 0, done.output
         return done.output
 
     until_members("0/0#1", "1/0#1")
-    assert "group 0 rank 0 accepted" in told("dev", "inject", "exception", "--group", "0")
+    assert "group 0 rank 0 accepted" in output_of("dev", "inject", "exception", "--group", "0")
     abort = next(e for e in events if e["event"] == "abort")
     assert "injected fault" in abort["cause"]
-    told("dev", "inject", "kill", "--group", "1", "--phase", "vote")
+    output_of("dev", "inject", "kill", "--group", "1", "--phase", "vote")
     until_members("0/0#1", "1/0#2")
-    said = told("evict", "1", "--restart")
-    assert "ending pid" in said and "it is started again" in said
+    printed = output_of("evict", "1", "--restart")
+    assert "ending pid" in printed and "it is started again" in printed
     until_members("0/0#1", "1/0#3")
     with monkeypatch.context() as outside:
         outside.delenv("FFT_TOKEN_FILE")
         refused = CliRunner().invoke(app, ["watch", "--once", "--bus", url])
         assert refused.exit_code == 2 and "the job's token: set FFT_TOKEN_FILE" in refused.output
-    state = json.loads(told("watch", "--once", "--json"))
+    state = json.loads(output_of("watch", "--once", "--json"))
     assert state["groups"]["1"]["0"]["state"] == "in epoch"
-    assert "group 1 has left at step" in told("drain", "1")
+    assert "group 1 has left at step" in output_of("drain", "1")
     assert next(e for e in events if e.get("leavers") == ["1"])["event"] == "commit"
-    assert "has left" in told("drain", "0")
+    assert "has left" in output_of("drain", "0")

@@ -191,14 +191,14 @@ def test_ranks_of_a_group_cannot_have_unlike_weights(made: Job) -> None:
         (lambda m: next(m.manager.transactions(_loader())), "make fft.LocalSGD"),
     ],
 )
-def test_a_mistake_is_refused_with_its_mend(
+def test_a_mistake_is_refused_with_its_fix(
     made: Job, mistake: Callable[[Member], object], mend: str
 ) -> None:
     with pytest.raises(FftError, match=mend):
         mistake(_registered(made))
 
 
-def test_it_needs_a_periodic_spec(made: Job) -> None:
+def test_local_sgd_requires_a_periodic_spec(made: Job) -> None:
     member = _registered(made, spec="hsdp")
     with pytest.raises(FftError, match="spec='local_sgd'"):
         fft.LocalSGD(member.manager, member.model, member.optimizer, 2)
@@ -213,7 +213,7 @@ def test_groups_that_step_together_have_no_weights(made: Job) -> None:
                 txn.weigh(2.0)
 
 
-def test_it_needs_the_inner_optimizer_registered(made: Job) -> None:
+def test_diloco_requires_a_registered_inner_optimizer(made: Job) -> None:
     member = _member(made)
     with pytest.raises(FftError, match=r"call manager\.register"):
         _diloco(member)
@@ -262,13 +262,13 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
 def test_the_same_error_again_and_again_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with pytest.raises(StepRetriesExceeded, match="the cause") as told:
+    with pytest.raises(StepRetriesExceeded, match="the cause") as caught:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 raise ValueError("of the user's")
-    assert "at step 0, inner step 0" in str(told.value)
-    assert isinstance(told.value.__cause__, ValueError)
-    assert any("item 0" in note for note in told.value.__cause__.__notes__)
+    assert "at step 0, inner step 0" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert any("item 0" in note for note in caught.value.__cause__.__notes__)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_period_that_differs_between_groups_is_named(tmp_path: Path) -> None:
     ), errors
 
 
-def test_a_job_goes_on_from_a_checkpoint_with_the_slices_that_were_not_consumed(
+def test_resumed_job_returns_the_slices_that_were_not_consumed(
     tmp_path: Path,
 ) -> None:
     saved: dict[str, Any] = {}
@@ -397,7 +397,7 @@ def test_a_torn_inner_step_begins_the_window_anew(made: Job, tmp_path: Path) -> 
     assert [r["kind"] for r in records(tmp_path / "traces")].count("abort") == 0
 
 
-def test_a_fault_of_an_inner_step_is_no_fault_of_the_job_in_the_report(
+def test_report_does_not_count_inner_step_faults_as_job_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = tmp_path / "plan.yaml"
@@ -489,7 +489,9 @@ def _raising(member: Member, at: Callable[[], bool]) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("inner_step", [EVERY - 1, 0])
-def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_step: int) -> None:
+def test_inner_step_lost_beside_a_reduction_voids_the_reduction(
+    tmp_path: Path, inner_step: int
+) -> None:
     """Otherwise a COMMIT would apply what was reduced before, or nothing."""
     at: dict[str, tuple[int, int]] = {}
     torn: list[int] = []
@@ -525,14 +527,14 @@ def test_a_step_that_is_torn_beside_a_reduction_voids_it(tmp_path: Path, inner_s
 def test_an_update_that_always_fails_leaves_the_process(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
-    with _raising(member, lambda: True) as applied, pytest.raises(StepRetriesExceeded) as told:
+    with _raising(member, lambda: True) as applied, pytest.raises(StepRetriesExceeded) as caught:
         for txn in member.manager.transactions(_loader(), 2):
             with txn:
                 _step(member, txn)
-    assert len(applied) == 2 and isinstance(told.value.__cause__, ValueError)
+    assert len(applied) == 2 and isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_update_that_fails_once_in_a_window_late_leaves_the_process(made: Job) -> None:
+def test_recurring_late_update_failure_raises_step_retries_exceeded(made: Job) -> None:
     """Such an update is a schedule that is over: the steps before it are committed again and
     again."""
     member = _registered(made)
@@ -608,7 +610,7 @@ def test_restarted_group_has_the_synchronized_state_only(made: Job) -> None:
     assert stands()[0] == there[0]
 
 
-def test_a_bucket_says_what_lies_in_it(made: Job) -> None:
+def test_bucket_layout_names_its_parameters(made: Job) -> None:
     """This makes votes of groups that reduce other parameters of equal size mismatch."""
     member = _registered(made)
     parts, laid = [member.model[0], member.model[1]], []
@@ -727,7 +729,7 @@ def test_the_audit_finds_inner_steps_that_are_left_out_or_odd(made: Job, tmp_pat
         assert text in str(found), how
 
 
-def test_torchfts_loop_is_told_that_it_is_another_paradigms(made: Job) -> None:
+def test_torchft_loop_in_a_diloco_job_is_refused_with_the_right_call(made: Job) -> None:
     member = _registered(made)
     wrapped = OptimizerWrapper(member.manager, member.optimizer)
     with pytest.raises(FftError, match=r"manager\.transactions"):

@@ -152,7 +152,7 @@ def test_gradients_are_the_mean_over_microbatches_and_groups(tmp_path: Path) -> 
                 torch.testing.assert_close(grad, mean)
 
 
-def test_a_schedule_that_was_not_registered_is_told(tmp_path: Path) -> None:
+def test_unregistered_schedule_is_refused_by_name(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         stages = Stages(member)
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
@@ -161,8 +161,8 @@ def test_a_schedule_that_was_not_registered_is_told(tmp_path: Path) -> None:
             with txn:
                 schedule.step(batch_of(txn.batch), target=batch_of(txn.batch)[:, :1])
 
-    said = refusal(tmp_path, work)
-    assert "ScheduleInterleaved1F1B over manager.stage_group() is not registered" in said
+    output = refusal(tmp_path, work)
+    assert "ScheduleInterleaved1F1B over manager.stage_group() is not registered" in output
 
 
 def test_a_frozen_stage_is_named(tmp_path: Path) -> None:
@@ -176,23 +176,23 @@ def test_a_frozen_stage_is_named(tmp_path: Path) -> None:
     assert "stage 0 has no parameter that is trained" in refusal(tmp_path, work)
 
 
-def test_another_spec_is_told(tmp_path: Path) -> None:
+def test_spec_without_stages_is_refused_with_the_right_one(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         stages = Stages(member)
         stages.register()
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
         member.manager.register_pipeline(schedule)
 
-    said = refusal(tmp_path, work, spec="hsdp")
-    assert "'hsdp' has none" in said and "spec='pipeline'" in said
+    output = refusal(tmp_path, work, spec="hsdp")
+    assert "'hsdp' has none" in output and "spec='pipeline'" in output
 
 
 def test_there_is_no_stage_group_without_one_to_abort(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         member.manager.stage_group()
 
-    said = refusal(tmp_path, work, shard_pg=None)
-    assert "stage_group() needs shard_pg=fft.ShardProcessGroupGloo" in said
+    output = refusal(tmp_path, work, shard_pg=None)
+    assert "stage_group() needs shard_pg=fft.ShardProcessGroupGloo" in output
 
 
 def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
@@ -204,12 +204,12 @@ def test_a_schedule_that_cannot_be_cleared_is_named(tmp_path: Path) -> None:
         stages.register()
         member.manager.register_pipeline(Mine(stages.made(), 4, loss_fn=loss_of))
 
-    assert "must clear in a" in (said := refusal(tmp_path, work))
-    assert "Mine; use one of ScheduleGPipe" in said
+    assert "must clear in a" in (output := refusal(tmp_path, work))
+    assert "Mine; use one of ScheduleGPipe" in output
 
 
 @pytest.mark.parametrize("kind", [ScheduleDualPipeV, PipelineScheduleMulti])
-def test_schedules_that_nobody_has_tried_are_not_known(kind: type) -> None:
+def test_untested_schedules_are_refused(kind: type) -> None:
     from fft.train.paradigms.pipeline.schedule import refuse_unfit
 
     with pytest.raises(FftError, match=f"must clear in a {kind.__name__}"):
@@ -235,8 +235,8 @@ def test_stages_over_another_process_group_are_refused(tmp_path: Path) -> None:
         made[1].group = other
         member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
 
-    said = refusal(tmp_path, work)
-    assert "stage 1" in said and "group=manager.stage_group()" in said
+    output = refusal(tmp_path, work)
+    assert "stage 1" in output and "group=manager.stage_group()" in output
 
 
 def test_a_wrapped_stage_is_refused(tmp_path: Path) -> None:
@@ -249,19 +249,19 @@ def test_a_wrapped_stage_is_refused(tmp_path: Path) -> None:
         made = stages.made(wrap)
         member.manager.register_pipeline(ScheduleInterleaved1F1B(made, 4, loss_fn=loss_of))
 
-    said = refusal(tmp_path, work)
-    assert "stage 0 is wrapped in DistributedDataParallel: pass the plain module" in said
+    output = refusal(tmp_path, work)
+    assert "stage 0 is wrapped in DistributedDataParallel: pass the plain module" in output
 
 
-def test_a_stage_that_is_not_registered_is_told(tmp_path: Path) -> None:
+def test_unregistered_stage_is_refused_by_name(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         stages = Stages(member)
         stages.register(stages.modules[:1])
         schedule = ScheduleInterleaved1F1B(stages.made(), 4, loss_fn=loss_of)
         member.manager.register_pipeline(schedule)
 
-    said = refusal(tmp_path, work)
-    assert "stage 1 has parameters that are not registered" in said
+    output = refusal(tmp_path, work)
+    assert "stage 1 has parameters that are not registered" in output
 
 
 def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path)
     assert "Linear are already averaged" in refusal(tmp_path, work)
 
 
-def test_groups_of_several_ranks_need_a_spec_that_says_what_they_hold(tmp_path: Path) -> None:
+def test_groups_of_several_ranks_need_a_spec_that_supports_them(tmp_path: Path) -> None:
     with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
         made.ranks("0", [{"spec": "ddp"}, {"spec": "ddp"}])
     assert "groups of one rank, and this one has 2" in str(error.value)

@@ -122,7 +122,7 @@ ODD: dict[str, tuple[str, Callable[[], Change], str]] = {
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", ODD)
-def test_an_entry_that_nobody_has_given_is_found(how: str, clean: Ended, tmp_path: Path) -> None:
+def test_audit_finds_an_entry_that_no_stage_gave(how: str, clean: Ended, tmp_path: Path) -> None:
     """The traces of the last stage are modified and linked anew."""
     traces = shutil.copytree(clean.traces, tmp_path / "traces")
     clean.audited()
@@ -155,8 +155,8 @@ def test_rollback_of_one_stage_does_not_reach_the_other(clean: Ended, tmp_path: 
     for version in (0, 6, 12):  # of a process without the job's weights; old; not there yet
         for path in trace_files(ended.traces):
             rewrite(path, nth_note("entry_made_anew", 0, saying(version=version)))
-        told = audit_dir(ended.traces).render()
-        assert f"was made anew with version {version}, by a rank at step " in told
+        reported = audit_dir(ended.traces).render()
+        assert f"was made anew with version {version}, by a rank at step " in reported
 
 
 @pytest.mark.long
@@ -186,16 +186,16 @@ def test_a_frozen_stage_feeds_the_next_one_and_steps_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_stage_that_wants_more_steps_than_the_one_before_ends_with_it_and_says_so(
+def test_stage_with_more_steps_ends_with_the_one_before_and_logs_it(
     tmp_path: Path,
 ) -> None:
     ended = Ended(tmp_path / "more", steps=4, more_steps=2)
     ended.audited()
     assert {rank["step"] for rank in ended.ranks.values()} == {4}
     for log in (ended.traces / "logs").glob("g?r1-1.log"):
-        told = log.read_text()
-        assert "stage 'stage0' has ended after 8 slices of the data" in told
-        assert "at step 4, before max_steps=6" in told
+        reported = log.read_text()
+        assert "stage 'stage0' has ended after 8 slices of the data" in reported
+        assert "at step 4, before max_steps=6" in reported
 
 
 @pytest.mark.long
@@ -222,7 +222,7 @@ def test_a_stage_that_is_left_by_break_lets_the_other_one_go_on(tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("late", [0.0, 1.0])
-def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
+def test_stage_after_one_left_by_break_takes_the_remaining_entries(
     late: float, tmp_path: Path
 ) -> None:
     """It then ends normally, because its data have ended.
@@ -239,8 +239,8 @@ def test_the_stage_behind_one_that_is_left_by_break_takes_what_is_there(
     data = slices(read_lines(ended.last_stage))
     assert (data.exact, data.once) == (True, 14), str(data)
     # depends on which group is the last one there
-    told = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
-    assert "stage 'stage0' has ended after 14 slices of the data" in "".join(told)
+    reported = [log.read_text() for log in (ended.traces / "logs").glob("g?r1-1.log")]
+    assert "stage 'stage0' has ended after 14 slices of the data" in "".join(reported)
 
 
 @pytest.mark.long
@@ -252,7 +252,7 @@ def test_a_loop_that_is_left_by_break_may_be_begun_again(clean: Ended, tmp_path:
 
 
 @pytest.mark.long
-def test_a_group_that_leaves_the_first_stage_by_break_leaves_the_last_one_too(
+def test_group_that_breaks_from_the_first_stage_leaves_the_last_too(
     tmp_path: Path,
 ) -> None:
     ended = Ended(tmp_path / "group", seconds=0.1, break_0=4, break_by=0)
@@ -276,7 +276,7 @@ PACES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", SKIPS)
-def test_skipped_steps_change_no_bit_whatever_the_timing(where: str, tmp_path: Path) -> None:
+def test_skipped_steps_change_no_bit_under_any_timing(where: str, tmp_path: Path) -> None:
     """A scaler skips steps of one stage or of both: the flow counts the slices that they take."""
     runs = [Ended(tmp_path / "fast", **SKIPS[where])]
     for plan, more in PACES.values():

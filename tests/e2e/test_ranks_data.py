@@ -73,7 +73,7 @@ def _end(members: list[Member]) -> list[int]:
     ids=["of their own", "the same"],
 )
 @pytest.mark.parametrize("loader", [Counting, pytest.param(streamed, marks=pytest.mark.long)])
-def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins_it(
+def test_each_sample_comes_once_when_a_job_resumes_and_a_group_joins(
     tmp_path: Path, loader: Callable[[], Any], spec: str, takers: int
 ) -> None:
     """If the ranks of a group take the same samples, each rank gets each sample once."""

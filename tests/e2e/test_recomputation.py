@@ -99,7 +99,7 @@ def test_one_wrong_gradient_is_found_before_the_commit_and_names_its_rank(
 
 
 @pytest.mark.long
-def test_rank_that_never_computes_the_same_gradient_gives_up_and_the_other_goes_on(
+def test_rank_with_irreproducible_gradients_stops_and_others_continue(
     tmp_path: Path,
 ) -> None:
     with job(tmp_path, 2) as made:
@@ -209,7 +209,7 @@ def repeated(of: Recomputation, at: StartTxn, result: str, *buckets: float) -> b
     return of.repeats(result)
 
 
-def test_attempt_after_a_refused_one_is_compared_by_its_inputs_and_its_result() -> None:
+def test_attempt_after_a_refused_one_is_compared_by_inputs_and_result() -> None:
     each = Recomputation(0)
     each.refuse("hsdp", steps_together=True)
     attempt(each, plan(1), 1.0)

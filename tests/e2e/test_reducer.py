@@ -127,7 +127,7 @@ def _replace_the_first_layer(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("change", [_add_a_layer, _convert_to_float32, _replace_the_first_layer])
 @pytest.mark.parametrize("moment", ["before the first step", "between two steps"])
-def test_model_changed_after_sync_gradients_is_averaged_as_it_is_now(
+def test_model_changed_after_sync_gradients_is_averaged_as_changed(
     change: Callable[[nn.Sequential], None], moment: str, tmp_path: Path
 ) -> None:
     """Both groups apply the same gradient, though each computes a different one."""
@@ -353,7 +353,7 @@ def test_two_backwards_accumulate(tmp_path: Path, quiet: bool) -> None:
             torch.testing.assert_close(found[0][name], value)
 
 
-def test_a_quiet_part_within_a_quiet_part_does_not_end_it(tmp_path: Path) -> None:
+def test_nested_no_sync_does_not_end_the_outer_one(tmp_path: Path) -> None:
     managers: dict[int, Any] = {}
     inside: list[tuple[Gradients, Gradients]] = []
 
@@ -552,7 +552,7 @@ def test_one_unfrozen_inside_a_body_is_refused_by_name(tmp_path: Path) -> None:
     assert "'hidden.weight' got a gradient, but it was frozen" in str(caught.value.__cause__)
 
 
-def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path) -> None:
+def test_groups_with_different_models_raise_gradient_layout_mismatch(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         model = nn.Linear(8, 4 + int(member.group))
         member.manager.register(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -568,9 +568,9 @@ def test_groups_with_unlike_models_are_told_so_before_they_reduce(tmp_path: Path
         for member in members:
             member.end()
     # the first one that sees it ends; the other one may see it, too, or continue alone
-    told = [str(m.error) for m in members if isinstance(m.error, GradientLayoutMismatch)]
-    assert told and "2 parameters with 36 numbers" in told[0]
-    assert "2 parameters with 45 numbers" in told[0]
+    reported = [str(m.error) for m in members if isinstance(m.error, GradientLayoutMismatch)]
+    assert reported and "2 parameters with 36 numbers" in reported[0]
+    assert "2 parameters with 45 numbers" in reported[0]
     assert {type(m.error) for m in members} <= {GradientLayoutMismatch, type(None)}
 
 
@@ -589,7 +589,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("bucket_mb", [64 / 2**20, 25.0], ids=["issued", "not issued"])
-def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
+def test_gradient_in_two_parts_fails_once_and_is_then_reduced_whole(
     tmp_path: Path, bucket_mb: float
 ) -> None:
     """The second part comes when the first is in its bucket; the replay waits for all parts."""
@@ -607,7 +607,7 @@ def test_a_gradient_in_two_parts_fails_the_body_once_and_is_then_reduced_whole(
     assert any("arrived in two parts in one backward" in cause for cause in causes), causes
 
 
-def test_a_backward_inside_another_reduces_nothing_that_only_an_earlier_one_has_touched(
+def test_nested_backward_does_not_reduce_gradients_of_an_earlier_one(
     tmp_path: Path,
 ) -> None:
     """Groups may use different parameters, so a separate reduction could meet another
@@ -741,7 +741,7 @@ def refused(traces: Path, body: Body) -> str:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("caught", [True, False])
-def test_gradients_with_a_graph_are_refused_and_the_mend_is_named(
+def test_gradients_with_a_graph_are_refused_and_the_fix_is_named(
     tmp_path: Path, caught: bool
 ) -> None:
     """Reduced gradients have no graph, so a penalty on them would silently have no effect."""
@@ -751,8 +751,8 @@ def test_gradients_with_a_graph_are_refused_and_the_mend_is_named(
         with suppress(FftError) if caught else nullcontext():
             model(numbers).backward(create_graph=True)
 
-    said = refused(tmp_path, body)
-    assert "backward(create_graph=True)" in said and "torch.autograd.grad(" in said
+    output = refused(tmp_path, body)
+    assert "backward(create_graph=True)" in output and "torch.autograd.grad(" in output
 
 
 def test_a_penalty_on_gradients_by_the_way_that_is_named(tmp_path: Path) -> None:
@@ -788,7 +788,7 @@ def test_a_graph_of_gradients_that_are_not_reduced_yet_is_kept(tmp_path: Path) -
         assert_equal(mine, alone(Net(), body, numbers))
 
 
-def test_two_threads_in_backward_of_one_model_are_told_so(tmp_path: Path) -> None:
+def test_two_threads_in_backward_of_one_model_are_refused(tmp_path: Path) -> None:
     """Nothing of it is committed, though the step function catches the error and ends well."""
     errors: list[BaseException] = []
 
@@ -822,7 +822,7 @@ def test_two_threads_in_backward_of_one_model_are_told_so(tmp_path: Path) -> Non
     assert all("two threads were in backward()" in str(error) for error in errors) and errors
 
 
-def test_a_backward_in_another_thread_after_one_has_ended_is_none_at_once(tmp_path: Path) -> None:
+def test_backward_in_another_thread_after_the_first_is_allowed(tmp_path: Path) -> None:
     def body(model: nn.Module, numbers: torch.Tensor) -> None:
         for part in (numbers, numbers + 7):
             other = threading.Thread(target=lambda p=part: model(p).backward())
@@ -883,11 +883,13 @@ def test_gradients_of_two_models_are_never_taken_for_each_other(tmp_path: Path) 
             member.start(work)
         for member in members:
             member.end()
-    told = [m.error.__cause__ for m in members if isinstance(m.error, StepRetriesExceeded)]
-    assert told and all("Does a branch depend on the batch?" in str(error) for error in told)
+    reported = [m.error.__cause__ for m in members if isinstance(m.error, StepRetriesExceeded)]
+    assert reported and all(
+        "Does a branch depend on the batch?" in str(error) for error in reported
+    )
 
 
-def test_a_gradient_that_somebody_keeps_does_not_change(tmp_path: Path) -> None:
+def test_gradient_kept_by_the_user_does_not_change(tmp_path: Path) -> None:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     buffers: list[int] = []
 

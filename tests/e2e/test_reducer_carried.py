@@ -106,7 +106,7 @@ class Twice(nn.Module):
         return self.shared(torch.tanh(x)).square().mean()
 
 
-def test_a_bucket_reduced_once_more_in_one_backward_is_reduced_once_in_the_next(
+def test_bucket_reduced_again_in_a_backward_is_reduced_once_next_time(
     tmp_path: Path,
 ) -> None:
     """A new joiner would reduce it once, and its vote would not match."""
@@ -158,7 +158,7 @@ def test_a_backward_that_was_refused_does_not_refuse_the_replay(tmp_path: Path) 
     assert [r["step"] for r in records(tmp_path) if r["kind"] == "commit"] == [1, 2]
 
 
-def test_a_backward_inside_another_reduces_only_what_it_has_touched(tmp_path: Path) -> None:
+def test_nested_backward_reduces_only_its_own_gradients(tmp_path: Path) -> None:
     """The other gradients are still those of this group alone, and must not be committed."""
 
     def work(member: Member) -> None:
@@ -177,7 +177,7 @@ def test_a_backward_inside_another_reduces_only_what_it_has_touched(tmp_path: Pa
     assert "accumulated in no_sync() and never reduced" in str(caught.value.__cause__)
 
 
-def test_gradients_that_a_failed_attempt_left_unreduced_are_none_of_the_replay(
+def test_unreduced_gradients_of_a_failed_attempt_are_not_replayed(
     tmp_path: Path,
 ) -> None:
     """Here the replay uses another model, as a step function may choose by what has failed."""
@@ -226,7 +226,7 @@ def test_ranks_with_unlike_shards_of_one_model_have_the_same_buckets() -> None:
     assert buckets_of(0) == buckets_of(1) == [["p0", "p1"], ["p2", "p3"]]
 
 
-def test_a_part_of_another_shape_is_refused_by_the_name_of_what_it_is_for() -> None:
+def test_part_of_another_shape_is_refused_by_its_path_in_extra() -> None:
     """The tensor belongs to a sharded object that is registered as ``extra``."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

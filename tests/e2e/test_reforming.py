@@ -118,28 +118,28 @@ def test_a_spare_takes_the_first_place(waited_for: Path) -> None:
     logs = waited_for / "logs"
     assert "spare-1.log" in {path.name for path in logs.iterdir()}
     assert (logs / "g1r1-1.2.log").is_file()
-    said = (waited_for.parent / "said").read_text()
-    assert "group 1 lost rank 1" in said and "its other ranks run on: 0" in said
+    output = (waited_for.parent / "said").read_text()
+    assert "group 1 lost rank 1" in output and "its other ranks run on: 0" in output
 
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_no_rank_of_a_group_that_was_killed_as_a_whole_is_said_to_run_on(tmp_path: Path) -> None:
+def test_no_rank_of_a_killed_group_is_reported_as_running_on(tmp_path: Path) -> None:
     """Either the replacement of one rank took part before the other rank ended, or the report
     states that it did not."""
     traces = job(tmp_path, WHOLE, "--spares", "1")
-    said = (tmp_path / "said").read_text()
+    output = (tmp_path / "said").read_text()
     took_part = {header["config"]["pid"] for header in headers(traces).values()}
-    for pid in re.findall(r"group 1 lost rank \d .*: pid (\d+) is to take its place", said):
-        assert int(pid) in took_part or f"pid {pid}, which was to take the place of rank" in said
-    assert "live on" not in said
+    for pid in re.findall(r"group 1 lost rank \d .*: pid (\d+) is to take its place", output):
+        assert int(pid) in took_part or f"pid {pid}, which was to take the place of rank" in output
+    assert "live on" not in output
     fetched = {(group, rank) for group, rank, *_ in fetches(traces)}
     assert fetched == {("1", 0), ("1", 1)}, "the group came back, and both had to be healed"
 
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_group_that_nobody_waits_for_comes_back_with_its_other_rank(tmp_path: Path) -> None:
+def test_excluded_group_comes_back_with_its_surviving_rank(tmp_path: Path) -> None:
     traces = job(tmp_path, LATE)
     report = audit_dir(traces)
     assert report.ok, report.render()
@@ -198,18 +198,16 @@ def test_replacement_that_dies_before_a_commit_is_not_replaced(tmp_path: Path) -
     """The next one would die, too, so the group is restarted."""
     script = SCRIPT.with_name("hanging_script.py")
     traces = job(tmp_path, ONE, "--reform-window", "30", script=script, arguments=("dies",))
-    said = (tmp_path / "said").read_text()
-    assert said.count("is to take its place") == 1
-    assert "ended before it took part (SIGKILL); the group is not re-formed" in said
+    output = (tmp_path / "said").read_text()
+    assert output.count("is to take its place") == 1
+    assert "ended before it took part (SIGKILL); the group is not re-formed" in output
     assert audit_dir(traces).ok
 
 
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.parametrize("since", [3, 6])
-def test_a_group_that_meets_in_torchs_own_group_by_now_is_started_again(
-    tmp_path: Path, since: int
-) -> None:
+def test_group_that_already_uses_a_torch_group_is_restarted(tmp_path: Path, since: int) -> None:
     """A new process could not enter that group.
 
     If it is created at this moment, a replacement starts and is refused.

@@ -57,10 +57,10 @@ def test_restartable_function_survives_an_error_and_a_death(tmp_path: Path) -> N
         assert f"iteration {number} of 0/0#1" in first, output
     assert "iteration 1 of 1/0#1" in killed and "iteration 2 of 1/0#2" in replacement
     assert "sum 6.0" in first and "sum 6.0" in replacement
-    attempt = "initialize health_check"
-    rollback = f"on_abort finalize {attempt}"
-    assert f"order {attempt} {rollback} {rollback} completion\n" in first
-    assert f"order {attempt} completion\n" in replacement
+    attempt = "on_join health_check"
+    rollback = f"on_abort on_unwound {attempt}"
+    assert f"order {attempt} {rollback} {rollback} on_complete\n" in first
+    assert f"order {attempt} on_complete\n" in replacement
 
 
 @pytest.mark.multiprocess
@@ -96,5 +96,5 @@ def test_only_restarts_within_the_time_count() -> None:
 def test_restarts_are_limited_on_all_members(tmp_path: Path, mode: str, reason: str) -> None:
     _, (first, _, replacement) = run_script(tmp_path, mode)
     for log in (first, replacement):
-        assert f"RestartRefused {reason}" in log and "completion" not in log
-        assert log.rstrip().endswith("terminate")
+        assert f"RestartRefused {reason}" in log and "on_complete" not in log
+        assert log.rstrip().endswith("on_leave")

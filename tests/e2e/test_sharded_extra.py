@@ -29,7 +29,7 @@ def run(root: Path, steps: int, *options: str) -> dict[str, list[object]] | str:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_sharded_average_comes_back_as_it_was_after_a_kill_and_on_resuming(
+def test_sharded_average_is_restored_after_a_kill_and_on_resuming(
     tmp_path: Path,
 ) -> None:
     whole = run(tmp_path / "whole", 9)
@@ -39,5 +39,5 @@ def test_a_sharded_average_comes_back_as_it_was_after_a_kill_and_on_resuming(
     assert isinstance(whole, dict) and isinstance(killed, dict), (whole, killed)
     assert run(tmp_path / "parts", 9, *kept) == whole
     assert {number for _, number, _ in whole.values()} == {9}
-    said = run(tmp_path / "parts", 12, *kept, "--ranks", "3")
-    assert isinstance(said, str) and "extra['ema'] is sharded over the ranks of a group" in said
+    output = run(tmp_path / "parts", 12, *kept, "--ranks", "3")
+    assert isinstance(output, str) and "extra['ema'] is sharded over the ranks of a group" in output

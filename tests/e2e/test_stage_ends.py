@@ -110,7 +110,7 @@ def cursors(place: Path, whole: bool = True) -> dict[int, list[int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
+def test_later_stage_goes_on_after_the_first_one_is_complete(groups: int, tmp_path: Path) -> None:
     """It got additional steps; the first stage's entries are recomputed, and the end is in a
     checkpoint."""
     place = tmp_path / "checkpoints"
@@ -125,7 +125,7 @@ def test_a_later_stage_goes_on_where_the_first_one_is_complete(groups: int, tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_later_stage_that_begins_complete_is_in_the_checkpoints_of_the_first(
+def test_later_stage_that_begins_complete_is_in_the_first_checkpoints(
     groups: int, tmp_path: Path
 ) -> None:
     place = tmp_path / "checkpoints"
@@ -155,7 +155,7 @@ def test_data_that_end_with_a_skipped_step_end_with_a_checkpoint(
     assert cursors(place) == {4 - bool(skips[0]): [8, 8]}
 
 
-def test_an_entry_of_an_attempt_that_came_to_nothing_is_in_no_checkpoint(tmp_path: Path) -> None:
+def test_entry_of_a_failed_attempt_is_in_no_checkpoint(tmp_path: Path) -> None:
     """An example is an attempt of two groups whose slices the next one, of one group, does not all
     take."""
     place = tmp_path / "checkpoints"
@@ -200,9 +200,9 @@ def test_checkpoint_without_a_last_stage_writer_is_not_awaited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The present ranks report it. Once the writer is there, too, checkpoints are taken."""
-    said = "rank 1 of group 0 delivers nothing, as it has said"
+    expected = "rank 1 of group 0 delivers nothing, as it has said"
     plan = Plan(80, steps=(16, 16))
-    plan.late = lambda: wait_until(lambda: said in caplog.text, "the first is given up", 20.0)
+    plan.late = lambda: wait_until(lambda: expected in caplog.text, "the first is given up", 20.0)
     place, limits = tmp_path / "checkpoints", {"join_window": 0.5, "flow_limit": 40.0}
     run(tmp_path / "traces", plan, 2, timeouts=limits, **kept(place))
     assert plan.ends.keys() == {"0.0", "0.1", "1.0", "1.1"}
@@ -229,7 +229,7 @@ def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Pat
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_job_that_begins_complete_ends_at_once_and_leaves_nothing_unfinished(
+def test_job_that_begins_complete_ends_at_once_without_leftovers(
     groups: int, tmp_path: Path
 ) -> None:
     """This also holds for a later stage whose only group waits for data that will not come."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -196,8 +197,26 @@ def test_skips_in_a_row_are_bounded_and_blame_the_batches(
 ) -> None:
     monkeypatch.setattr(step_results, "_MANY_SKIPS", 2)
     monkeypatch.setattr(step_results, "_MOST_SKIPS", 3)
+
+    judged = threading.Event()
+
+    def train(member: Member) -> None:
+        reactions = iter(["replay"] if member.group == "0" else [])
+
+        def refuse(result: StepResult) -> Any:
+            """Repeat the first of these batches after the other group has counted it."""
+            if result.step != BAD:
+                return None
+            if member.group == "1":
+                judged.set()
+            assert judged.wait(30)
+            return next(reactions, None)
+
+        member.manager.veto(refuse)
+        _train(member, _nan_at(10_000))
+
     with job(tmp_path, 2) as made:
-        for error in _errors(made, _nan_at(10_000), on_nonfinite="skip"):
+        for error in _errors(made, train=train, on_nonfinite="skip"):
             assert isinstance(error, ResultRefused), repr(error)
             assert "the gradients of 3 batches in a row contain NaN or inf" in str(error)
             assert "but the weights are finite" in str(error)
@@ -457,7 +476,7 @@ def test_nan_of_a_local_step_stays_in_its_group(tmp_path: Path, policy: str, not
     assert "steps skipped" in str(refusals(tmp_path))
 
 
-def test_contribution_that_is_not_finite_is_computed_again_and_never_averaged(
+def test_non_finite_contribution_is_recomputed_and_never_averaged(
     tmp_path: Path,
 ) -> None:
     """The gradients were finite and the update was not."""

@@ -24,11 +24,11 @@ faults:
 """
 
 
-def lines_until(said: Callable[[], str], what: str) -> list[str]:
+def lines_until(output: Callable[[], str], what: str) -> list[str]:
     """Return the complete lines up to one that contains all these words."""
 
     def found() -> list[str]:
-        whole = said().splitlines(keepends=True)
+        whole = output().splitlines(keepends=True)
         numbers = (n for n, line in enumerate(whole, 1) if all(w in line for w in words))
         return whole[: next(numbers, 0)]
 
@@ -59,8 +59,8 @@ def test_a_slow_rank_is_started_again_if_asked_to(tmp_path: Path) -> None:
     arguments += ["--faults", str(plan), "--evict-stragglers", "2", str(SCRIPT), "report=0.3"]
     quick = {"FFT_MONITOR": "0"}
     with running(*arguments, folder=tmp_path, env=quick) as job:
-        said = lines_until(lambda: job.stderr_text, "group 1 is started again")
-        assert sum(line.startswith("straggler: rank 1/0 takes") for line in said) == 1
+        output = lines_until(lambda: job.stderr_text, "group 1 is started again")
+        assert sum(line.startswith("straggler: rank 1/0 takes") for line in output) == 1
         wait_until(lambda: committed(traces, "g1r0i2") > 3, "it trains again", LIMIT_S)
         drained(job)
     assert {path.stem for path in traces.glob("g*.jsonl")} == {
@@ -88,15 +88,15 @@ def test_a_slow_rank_is_named_and_the_others_are_not(tmp_path: Path) -> None:
     arguments += ["--faults", str(plan), "--min-groups", "1", str(SCRIPT), "report=0.3"]
     quick = {"FFT_MONITOR": "0"}
     with running(*arguments, folder=tmp_path, env=quick) as job:
-        told = lines_until(lambda: job.stderr_text, "FFT_TOKEN_FILE=")[-1].split()
+        settings = lines_until(lambda: job.stderr_text, "FFT_TOKEN_FILE=")[-1].split()
         reach: dict[str, str | None] = dict(
-            word.split("=", 1) for word in told if word.startswith("FFT_")
+            word.split("=", 1) for word in settings if word.startswith("FFT_")
         )
         with running("watch", "--json", folder=tmp_path, env=reach) as watch:
             seen = lines_until(lambda: watch.stdout_text, '"straggler" … "slow": false')
-        said = lines_until(lambda: job.stderr_text, "no longer a straggler")
+        output = lines_until(lambda: job.stderr_text, "no longer a straggler")
         drained(job)
-    named = [line for line in said if line.startswith("straggler: ")]
+    named = [line for line in output if line.startswith("straggler: ")]
     assert [line.split(" takes ")[0] for line in named] == ["straggler: rank 1/0"]
     assert "the median body time over its last" in named[0]
     events = [json.loads(line) for line in seen if '"straggler"' in line]

@@ -33,14 +33,14 @@ def _final(folder: Path) -> list[list[float]]:
     return [found[name].flatten().tolist() for name in sorted(found) if name.startswith("state.")]
 
 
-def test_job_returns_to_the_checkpoint_before_a_flipped_parameter_and_keeps_its_bits(
+def test_job_returns_to_the_checkpoint_before_a_flipped_parameter(
     tmp_path: Path,
 ) -> None:
     _run(tmp_path / "quiet")
-    said = _run(tmp_path / "flipped", str(tmp_path / "flipped" / "mark"))
-    assert "steps 5 to 8 are tainted" in said
+    output = _run(tmp_path / "flipped", str(tmp_path / "flipped" / "mark"))
+    assert "steps 5 to 8 are tainted" in output
     # a checkpoint that is due while the one before is written is left out
-    assert re.search(r"the job starts again from the checkpoint of step [1-4]\b", said), said
+    assert re.search(r"the job starts again from the checkpoint of step [1-4]\b", output), output
     assert _final(tmp_path / "flipped") == _final(tmp_path / "quiet")
     first = audit_dir(tmp_path / "flipped" / "traces")
     assert first.diverged and first.tainted == (5, 8)

@@ -184,7 +184,7 @@ def test_a_wrapped_model_is_trained_as_the_bare_one(
     assert rollbacks == int(fails)
 
 
-def test_a_wrapper_that_is_synced_by_name_is_not_taken_over_once_more_by_the_loop(
+def test_wrapper_synced_by_name_is_not_adopted_again_by_the_loop(
     tmp_path: Path,
 ) -> None:
     """Its class would grow with each loop, and its switch would lead to another reducer."""
@@ -218,7 +218,7 @@ def refused(tmp_path: Path, wrap: Wrap) -> str:
     return str(error.value)
 
 
-def test_torchfts_pure_wrapper_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_torchfts_pure_wrapper_is_refused_with_the_fix(tmp_path: Path) -> None:
     pure = lambda member, model: torchft_ddp.PureDistributedDataParallel(member.manager, model)  # noqa: E731
     assert "call manager.sync_gradients(model.module)" in refused(tmp_path, pure)
 
@@ -229,8 +229,8 @@ def test_a_hook_that_reduces_over_another_group_is_refused_by_name(tmp_path: Pat
         ddp.register_comm_hook(None, fp16_compress_hook)
         return ddp
 
-    said = refused(tmp_path, hooked)
-    assert "fp16_compress_hook" in said and "manager.register_comm_hook(state, hook)" in said
+    output = refused(tmp_path, hooked)
+    assert "fp16_compress_hook" in output and "manager.register_comm_hook(state, hook)" in output
 
 
 def test_a_hook_on_a_wrapper_that_is_taken_over_is_refused(tmp_path: Path) -> None:
@@ -254,11 +254,11 @@ def test_a_process_group_of_several_ranks_is_refused(tmp_path: Path) -> None:
     def of_two(member: Member, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, process_group=Pair(0, 1))
 
-    said = refused(tmp_path, of_two)
-    assert "2 ranks" in said and "--ranks 1" in said
+    output = refused(tmp_path, of_two)
+    assert "2 ranks" in output and "--ranks 1" in output
 
 
-def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_static_graph_is_refused_with_the_fix(tmp_path: Path) -> None:
     def static(member: Member, model: nn.Module) -> nn.Module:
         pg = ProcessGroupDummy(0, 1)
         return DistributedDataParallel(model, process_group=pg, static_graph=True)
@@ -266,7 +266,7 @@ def test_a_static_graph_is_refused_with_the_mend(tmp_path: Path) -> None:
     assert "remove static_graph" in refused(tmp_path, static)
 
 
-def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None:
+def test_ddp_over_a_world_of_one_is_averaged_over_groups(tmp_path: Path) -> None:
     """`init_process_group()` under `fft run --ranks 1` creates it, and DDP uses it by default."""
 
     def by_default(member: Member, model: nn.Module) -> nn.Module:
@@ -282,7 +282,7 @@ def test_a_world_of_one_as_scripts_for_torchrun_begin_it(tmp_path: Path) -> None
     assert digests == calm and rollbacks == 1
 
 
-def test_arguments_of_register_in_the_wrong_order_are_told(tmp_path: Path) -> None:
+def test_register_with_arguments_in_wrong_order_is_refused(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         net = nn.Linear(WIDTH, 1)
         member.manager.register(torch.optim.SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]

@@ -78,9 +78,9 @@ def test_groups_of_torchrun_survive_a_kill_and_drain(tmp_path: Path) -> None:
     traces, token = tmp_path / "traces", tmp_path / "job.token"
     serve = ["fft.cli", "serve", "--no-lighthouse", "--token-file", str(token)]
     with started(*serve, log=tmp_path / "serve.log"):
-        said = tmp_path / "serve.log"
-        wait_until(lambda: "FFT_BUS=" in said.read_text(), "the bus", LIMIT_S)
-        env = dict(re.findall(r"(FFT_BUS)=(\S+)", said.read_text()))
+        serve_log = tmp_path / "serve.log"
+        wait_until(lambda: "FFT_BUS=" in serve_log.read_text(), "the bus", LIMIT_S)
+        env = dict(re.findall(r"(FFT_BUS)=(\S+)", serve_log.read_text()))
         env |= {"FFT_TOKEN_FILE": str(token), "FFT_TRACE_DIR": str(traces)}
         env |= {"NUM_REPLICA_GROUPS": "2"}
         port = free_port()

@@ -125,7 +125,7 @@ def test_trainer_under_faults_has_the_bits_of_torchtitans_hsdp(
 
 
 @pytest.mark.long
-def test_fsdp_with_tensor_parallelism_in_a_group_has_the_bits_of_torchtitan(
+def test_fsdp_with_tensor_parallelism_has_the_bits_of_torchtitan(
     tmp_path: Path,
 ) -> None:
     with torchtitans(tmp_path, 1, *arguments(tmp_path, "plain", 6, *TENSOR_PARALLEL), ranks=4):
@@ -137,7 +137,7 @@ def test_fsdp_with_tensor_parallelism_in_a_group_has_the_bits_of_torchtitan(
 
 
 @pytest.mark.long
-def test_accumulation_has_the_bits_of_torchtitan_and_keeps_them_under_faults(
+def test_accumulation_has_the_bits_of_torchtitan_also_under_faults(
     tmp_path: Path,
 ) -> None:
     """The gradients of several groups are added in another order than by torchtitan."""

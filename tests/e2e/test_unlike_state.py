@@ -18,17 +18,16 @@ from fft.trace.audit import read_lines
 
 
 class Value:
-    """A registered object whose state no longer shows what its load has dropped."""
+    """A registered object."""
 
-    def __init__(self, value: float, forgets: bool = False) -> None:
-        self.value, self.forgets = value, forgets
+    def __init__(self, value: float) -> None:
+        self.value = value
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value, "tensor": torch.full((2,), self.value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.forgets:
-            self.value = state["value"]
+        self.value = state["value"]
 
 
 def unlike(traces: Path) -> list[str]:
@@ -117,15 +116,3 @@ def test_buffers_that_count_locally_are_named_and_reduced_counts_are_not(
         biases = [member.model.router.bias for member in members]
     assert torch.equal(*biases) is by_all
     assert unlike(tmp_path) == ([] if by_all else ["buffers 'bias'"] * 2)
-
-
-def test_extra_that_does_not_take_over_what_came_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from fft.train.state.step_state import StepState
-
-    sent = StepState([], [], extra={"a": Value(1.0), "b": Value(2.0)})
-    state = StepState([], [], extra={"a": Value(5.0, forgets=True), "b": Value(5.0)})
-    with caplog.at_level(logging.WARNING):
-        state.load(sent.export())
-    assert "extra['a']: its state_dict() after" in caplog.text and "extra['b']" not in caplog.text

@@ -58,7 +58,7 @@ def test_an_overflow_of_any_optimizer_skips_the_step_of_all(bad: int, value: flo
     updates.close()
 
 
-def test_good_steps_before_a_skipped_one_do_not_count_for_the_growth_of_the_scale() -> None:
+def test_steps_before_a_skipped_one_do_not_count_for_scale_growth() -> None:
     """``GradScaler.update()`` behaves like this; the rank that has found the inf itself calls
     it."""
     weights, schedules, scaler, updates = _scaled([1.0])
@@ -76,7 +76,7 @@ def test_good_steps_before_a_skipped_one_do_not_count_for_the_growth_of_the_scal
     updates.close()
 
 
-def test_a_step_without_overflow_steps_every_optimizer_and_every_schedule() -> None:
+def test_step_without_overflow_steps_all_optimizers_and_schedules() -> None:
     weights, schedules, scaler, updates = _scaled([1.0, 2.0, -2.0])
     calls: list[int] = []
     updates.on_commit(lambda: calls.append(1))
@@ -114,7 +114,7 @@ def test_a_checkpoint_right_after_a_commit_is_of_that_commit(tmp_path: Path) -> 
         assert (state["lineage"], state["cursor"]) == (record["lineage"], record["cursor"])
 
 
-def test_stepping_the_optimizer_in_the_body_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_stepping_the_optimizer_in_the_body_is_refused_with_the_fix(tmp_path: Path) -> None:
     def work(member: Member) -> None:
         for txn in member.manager.transactions(_loader(), max_steps=2):
             with txn:
@@ -155,7 +155,7 @@ def test_on_commit_runs_once_per_step(tmp_path: Path) -> None:
     assert averages[0] == averages[1]
 
 
-def test_step_function_that_steps_an_extra_optimizer_is_rolled_back_with_its_state(
+def test_extra_optimizer_stepped_by_the_step_function_is_rolled_back(
     tmp_path: Path,
 ) -> None:
     def run(folder: Path, fails: bool) -> list[Any]:
@@ -237,7 +237,7 @@ def test_a_parameter_changed_late_and_rolled_back_is_fetched_again(tmp_path: Pat
     assert "model0.first.weight" in torn["cause"]
 
 
-def test_a_schedule_that_comes_with_the_fetched_state_was_stepped_by_nobody(tmp_path: Path) -> None:
+def test_schedule_fetched_with_the_state_is_not_stepped_again(tmp_path: Path) -> None:
     """The step that failed here has advanced the schedule of the others."""
 
     def work(member: Member) -> None:
@@ -327,7 +327,7 @@ def test_update_that_fails_on_one_group_is_no_commit_there(tmp_path: Path) -> No
     )
 
 
-def test_update_that_fails_with_the_last_commit_of_a_drained_group_raises_its_error(
+def test_update_failing_at_the_last_commit_of_a_drain_raises_error(
     tmp_path: Path,
 ) -> None:
     """A drain does not let the code after the loop run without the update of the last step."""
@@ -489,7 +489,7 @@ def test_the_wrapper_of_torchft_is_watched_too(tmp_path: Path) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", ["0", "1"])
 @pytest.mark.parametrize("scale", ["none", "the scaler skips another one"])
-def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_vote(
+def test_exception_between_decision_and_step_is_found_at_next_vote(
     tmp_path: Path, group: str, scale: str
 ) -> None:
     """The loop catches it. A commit that all groups leave without a step, as by a scaler, is none.
@@ -524,7 +524,7 @@ def test_an_exception_between_the_decision_and_the_step_is_noticed_at_the_next_v
     )
 
 
-def test_an_overflow_in_the_plain_loop_backs_the_registered_scale_off_once(tmp_path: Path) -> None:
+def test_overflow_in_the_plain_loop_reduces_the_scale_once(tmp_path: Path) -> None:
     """``should_commit()`` returns False because the commit was a skip; the next attempt has the
     scale."""
     scales: dict[str, list[float]] = {"0": [], "1": []}

@@ -150,7 +150,7 @@ def assert_the_same_processes(traces: Path, ranks: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.long
 @pytest.mark.parametrize("vanishing", [0, 1])
-def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
+def test_job_continues_without_a_vanished_host_until_the_host_returns(
     tmp_path: Path, vanishing: int
 ) -> None:
     """If group 0 vanishes, so does the store at which the process groups of the epoch have met."""
@@ -167,15 +167,17 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
         stays.end()
     traces = audited(tmp_path)
     assert_the_same_processes(traces, ranks=2)
-    told = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
-    suspects = [line["event"] for line in told]
+    suspicions = [line for line in events(stays.traces, "suspect") if line["rank"] == 0]
+    suspects = [line["event"] for line in suspicions]
     assert {(s["group"], s["rank"]) for s in suspects} == {(str(vanishing), 0), (str(vanishing), 1)}
     assert all("nothing was heard from host" in s["cause"] for s in suspects)
-    heard = told[0]["mono"]
-    commits = [line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > heard]
+    reported_at = suspicions[0]["mono"]
+    commits = [
+        line["mono"] for line in notes(stays.traces, "consumed") if line["mono"] > reported_at
+    ]
     print(
-        f"\ngroup {vanishing}: heard {heard - since:.2f} s after it had vanished, "
-        f"the next commit {min(commits) - heard:.3f} s later; {suspects[0]['cause']}"
+        f"\ngroup {vanishing}: reported {reported_at - since:.2f} s after it had vanished, "
+        f"the next commit {min(commits) - reported_at:.3f} s later; {suspects[0]['cause']}"
     )
 
 
@@ -189,7 +191,7 @@ def test_the_others_go_on_without_a_host_that_vanishes_and_it_comes_back(
         pytest.param("stopped", 1, marks=pytest.mark.long),
     ],
 )
-def test_spares_of_another_host_take_over_the_group_of_one_that_is_lost(
+def test_spares_of_another_host_take_over_the_group_of_a_lost_host(
     tmp_path: Path, how: str, least: int
 ) -> None:
     """A host that was only stopped is not admitted again when it resumes.

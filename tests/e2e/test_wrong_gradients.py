@@ -127,7 +127,7 @@ def test_groups_that_both_compute_other_gradients_each_time_are_not_named(tmp_pa
     assert [r["accused"] for r in found] == [[]] * 8
 
 
-def test_odd_one_of_three_is_named_and_gives_up_while_the_others_continue(tmp_path: Path) -> None:
+def test_divergent_rank_of_three_is_named_and_the_others_continue(tmp_path: Path) -> None:
     with job(tmp_path, 3) as made:
         errors = _run(made, lambda member, step: member.group == "1" and step == BAD)
         assert errors[0] is errors[2] is None

@@ -74,7 +74,7 @@ def test_gradient_that_only_one_group_has_ends_the_job(tmp_path: Path) -> None:
             "replaces",
             [
                 "the script has no reference to extra['ema'] any more",
-                "accelerator.accumulate() is left in the script",
+                "the script calls accelerator.accumulate()",
             ],
         ),
         pytest.param("nothing", [], marks=pytest.mark.long),
@@ -89,7 +89,7 @@ def test_state_outside_of_the_job_is_shown_once_by_fft_run(
     assert done.stderr.count("rank 0/0: ") + done.stderr.count("rank 1/0: ") == len(warnings)
 
 
-def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Path) -> None:
+def test_loop_left_early_by_all_logs_the_step_and_the_break(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "breaks", "3")
     assert done.returncode == 0, done.stderr
     for log in (tmp_path / "traces" / "logs").glob("g*.log"):
@@ -97,7 +97,7 @@ def test_a_loop_that_all_leave_before_its_end_says_what_is_missing(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_job_that_is_over_and_begun_once_more_says_so(tmp_path: Path) -> None:
+def test_completed_job_started_again_reports_nothing_left_to_do(tmp_path: Path) -> None:
     assert run(tmp_path, 2, "nothing", "0", every=10).returncode == 0
     done = run(tmp_path, 2, "nothing", "0", every=10, resume=True)
     assert done.returncode == 0, done.stderr
@@ -114,14 +114,14 @@ def test_group_left_alone_by_a_finished_group_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_error_that_one_group_has_is_shown_when_it_is_started_again(tmp_path: Path) -> None:
+def test_error_of_one_group_is_printed_when_the_group_restarts(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "once", "3")
     assert "group 1 rank 0 (pid " in done.stderr and "ended with ValueError at" in done.stderr
     assert "group 1 is started again" in done.stderr
 
 
 @pytest.mark.long
-def test_an_average_across_the_groups_between_two_transactions_is_refused(tmp_path: Path) -> None:
+def test_averaging_across_groups_between_transactions_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "averages", "3")
     assert done.returncode == 1
     assert "allreduce() between two transactions" in done.stderr

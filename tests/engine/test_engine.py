@@ -96,7 +96,7 @@ def test_a_job_trains_and_its_keys_stay_bounded(stack: ExitStack, url: str, rank
         assert member.group_bus is None or member.group_bus.key_count() <= 1 + 2 * 8
 
 
-def test_a_group_votes_with_one_word(stack: ExitStack) -> None:
+def test_group_votes_with_one_message(stack: ExitStack) -> None:
     Counted.votes = []
     name = f"engine-{uuid.uuid4().hex}"
     job = EngineJob(stack, f"memory://{name}", 3, 4, lambda _: Counted(name)).start()
@@ -130,7 +130,7 @@ def test_one_rank_without_the_bus_of_its_group_costs_one_timeout(
     assert odd.committed[-1].epoch == 2, "a step is aborted and repeated; then all vote apart"
 
 
-def test_rank_replaced_after_a_rollback_without_a_decision_votes_with_its_group(
+def test_rank_replaced_after_undecided_rollback_votes_with_its_group(
     stack: ExitStack,
 ) -> None:
     """The replacement has not seen that rollback, and the rank that stayed has."""
@@ -154,20 +154,20 @@ def test_a_commit_is_announced_once(stack: ExitStack, url: str) -> None:
     """The operation that decides a commit announces it, and the winner does not announce it
     again."""
     job = EngineJob(stack, url, 3, 1).start()
-    heard: list[int] = []
+    received: list[int] = []
 
     def hear(payload: bytes) -> None:
         event = decode(payload)
         if isinstance(event, Packed) and event.record.kind == "commit":
-            heard.append(event.record.step)
+            received.append(event.record.step)
 
     job.open().subscribe(hear, lambda error: None)
     job.train(10)
-    wait_until(lambda: 10 in heard, "the last commit is heard")
-    assert heard[: heard.index(10)] == list(range(heard[0], 10))
+    wait_until(lambda: 10 in received, "the last commit is heard")
+    assert received[: received.index(10)] == list(range(received[0], 10))
 
 
-def test_words_to_one_are_heard_by_one(stack: ExitStack, url: str) -> None:
+def test_message_to_one_participant_is_received_by_it_alone(stack: ExitStack, url: str) -> None:
     """The acknowledgements of a rollback reach the participant that gathers them, and no other
     reads them."""
     job = EngineJob(stack, url, 3, 1).start(vote_window=0.3)
@@ -186,18 +186,18 @@ def inbox_holds(url: str, peer: Peer) -> list[bytes]:
 
     Listening removes them; the last message is the test's own.
     """
-    heard: list[bytes] = []
+    received: list[bytes] = []
     end = threading.Event()
 
     def hear(payload: bytes) -> None:
-        end.set() if payload == b"end" else heard.append(payload)
+        end.set() if payload == b"end" else received.append(payload)
 
     with open_bus(url) as bus:
         bus.listen(inbox_name(peer), hear, lambda error: end.set())
         bus.send(inbox_name(peer), b"end")
         assert end.wait(LIMIT_S)
         bus.delete(inbox_name(peer))
-    return heard
+    return received
 
 
 def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> None:
@@ -214,9 +214,7 @@ def test_inboxes_of_departed_peers_are_removed(stack: ExitStack, url: str) -> No
     assert inbox_holds(url, gone.peer) == []
 
 
-def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
-    stack: ExitStack, url: str
-) -> None:
+def test_new_process_of_an_identity_removes_the_previous_inbox(stack: ExitStack, url: str) -> None:
     with open_bus(url) as bus:
         bus.send(inbox_name(Peer("0", 0, 1)), b"unheard")
         job = EngineJob(stack, url, 1, 1)
@@ -225,7 +223,7 @@ def test_the_next_process_of_an_identity_removes_the_inbox_of_the_last(
         assert inbox_holds(url, Peer("0", 0, 1)) == []
 
 
-def test_engine_without_the_member_list_reads_it(stack: ExitStack, url: str) -> None:
+def test_engine_without_the_member_list_reads_the_list(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 2, 1).start(vote_window=0.3)
     job.train(2)
     watch = job.open()
@@ -466,7 +464,7 @@ def test_states_that_differ_are_not_committed_and_end_the_job(
         assert member.committed[-1].step == 3
 
 
-def test_the_odd_one_of_three_fetches_what_the_others_hold(stack: ExitStack, url: str) -> None:
+def test_divergent_rank_of_three_fetches_the_majority_state(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 3, 1)
     job.on_divergence = "heal"
     job.start()

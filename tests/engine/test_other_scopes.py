@@ -40,7 +40,7 @@ def leave(bus: ErrorBus, peer: Peer) -> None:
     Buses(bus).perform(Write(left_name(peer.group, peer.rank), peer.inc))
 
 
-def test_a_scope_has_taken_what_its_cursor_says(bus: ErrorBus) -> None:
+def test_scope_record_follows_its_cursor(bus: ErrorBus) -> None:
     assert OtherScope("stage0", bus).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 2)
     assert OtherScope("stage0", bus, most=1).read() == ScopeRecord("stage0", 2, 2, ("0", "1"), 1)
 

@@ -30,7 +30,7 @@ def compile_once(backend: Backend) -> None:
     torch.compile(new, backend=backend)(torch.ones(2))
 
 
-def test_the_pulse_is_in_a_critical_section_while_it_compiles(pulse: Pulse) -> None:
+def test_pulse_is_in_a_critical_section_while_torch_compiles(pulse: Pulse) -> None:
     reader = PulseReader(pulse.fd)
     compilations = Compilations(pulse.atomic)
     seen: list[bool] = []

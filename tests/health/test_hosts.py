@@ -29,11 +29,11 @@ def bus() -> Iterator[ErrorBus]:
 
 
 @pytest.fixture
-def said(bus: ErrorBus) -> queue.Queue[bytes]:
+def broadcasts(bus: ErrorBus) -> queue.Queue[bytes]:
     """Return the messages that are broadcast to the participants."""
-    heard: queue.Queue[bytes] = queue.Queue()
-    bus.subscribe(heard.put, lambda error: None)
-    return heard
+    received: queue.Queue[bytes] = queue.Queue()
+    bus.subscribe(received.put, lambda error: None)
+    return received
 
 
 def on_roll(bus: ErrorBus, *senders: str) -> bool:
@@ -73,7 +73,9 @@ def beat(host: str, *pids: int) -> bytes:
     return f'{{"number":5,"host":"{host}","limit":{LIMIT},"processes":[{places}]}}'.encode()
 
 
-def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Queue[bytes]) -> None:
+def test_hosts_that_come_and_go_cause_no_suspicion(
+    bus: ErrorBus, broadcasts: queue.Queue[bytes]
+) -> None:
     here = HostWatch(bus, "a test", LIMIT)
     with closing(here):
         there = HostWatch(bus, "a test", LIMIT)
@@ -82,37 +84,37 @@ def test_hosts_come_and_go_and_nobody_is_suspected(bus: ErrorBus, said: queue.Qu
         assert not on_roll(bus, there.sender) and bus.read(beat_name(there.sender)) is None
         until(lambda: here.alone, "it has left the roll")
     assert not on_roll(bus, here.sender) and bus.read(beat_name(here.sender)) is None
-    assert said.empty()
+    assert broadcasts.empty()
 
 
 def test_silent_host_is_suspected_with_all_its_processes_and_removed(
-    bus: ErrorBus, said: queue.Queue[bytes]
+    bus: ErrorBus, broadcasts: queue.Queue[bytes]
 ) -> None:
     """This also holds for a judge that starts after the host has vanished."""
     form_epoch(bus, "node7")
     enter(bus, "gone", beat("node7", 11, 12))
     with closing(HostWatch(bus, "a test", LIMIT)) as watch:
-        words = [decode(said.get(timeout=WITHIN)) for _ in range(2)]
+        words = [decode(broadcasts.get(timeout=WITHIN)) for _ in range(2)]
         until(lambda: not on_roll(bus, "gone"), "it is struck off")
         until(lambda: bus.read(beat_name("gone")) is None, "its beats are removed")
         assert on_roll(bus, watch.sender)
     assert all(isinstance(word, Suspect) for word in words)
-    told = sorted((w.group, w.rank, w.pid, w.host) for w in words if isinstance(w, Suspect))
-    assert told == [("node7", 0, 11, "node7"), ("node7", 1, 12, "node7")]
+    reported = sorted((w.group, w.rank, w.pid, w.host) for w in words if isinstance(w, Suspect))
+    assert reported == [("node7", 0, 11, "node7"), ("node7", 1, 12, "node7")]
     assert isinstance(words[0], Suspect) and "nothing was heard from host node7" in words[0].cause
-    assert said.empty(), "it is said once"
+    assert broadcasts.empty(), "it is said once"
 
 
-def test_suspect_outside_the_epoch_is_reported_once_it_enters(
-    bus: ErrorBus, said: queue.Queue[bytes]
+def test_suspect_outside_the_epoch_is_reported_once_admitted(
+    bus: ErrorBus, broadcasts: queue.Queue[bytes]
 ) -> None:
     """It vanished while it waited to be admitted, when no participant would have reacted."""
     enter(bus, "gone", beat("node7", 11, 12))
     with closing(HostWatch(bus, "a test", LIMIT)) as watch:
         until(lambda: "gone" in watch._told, "it has vanished")
-        assert said.empty() and on_roll(bus, "gone")
+        assert broadcasts.empty() and on_roll(bus, "gone")
         form_epoch(bus, "node7")
-        words = [decode(said.get(timeout=WITHIN)) for _ in range(2)]
+        words = [decode(broadcasts.get(timeout=WITHIN)) for _ in range(2)]
         until(lambda: not on_roll(bus, "gone"), "it is struck off")
     assert {word.rank for word in words if isinstance(word, Suspect)} == {0, 1}
 
@@ -126,26 +128,26 @@ def test_removed_host_that_beats_registers_again(bus: ErrorBus) -> None:
         until(lambda: on_roll(bus, watch.sender), "it comes in again")
 
 
-def test_a_beat_that_cannot_be_read_hides_nobody_else(
-    bus: ErrorBus, said: queue.Queue[bytes]
+def test_unreadable_beat_does_not_hide_another_host(
+    bus: ErrorBus, broadcasts: queue.Queue[bytes]
 ) -> None:
     form_epoch(bus, "node7")
     enter(bus, "strange", b'{"number": true}')
     enter(bus, "gone", beat("node7", 11))
     with closing(HostWatch(bus, "a test", LIMIT)):
-        word = decode(said.get(timeout=WITHIN))
+        word = decode(broadcasts.get(timeout=WITHIN))
     assert isinstance(word, Suspect) and word.host == "node7"
 
 
 def test_late_hosts_watch_the_first_three_and_these_watch_all(
-    bus: ErrorBus, said: queue.Queue[bytes]
+    bus: ErrorBus, broadcasts: queue.Queue[bytes]
 ) -> None:
     """The judges vanish together; a host that only watched them replaces them, and finds more."""
     form_epoch(bus, *(f"node{number}" for number in range(5)))
     for number in range(5):
         enter(bus, f"gone{number}", beat(f"node{number}", 11))
     with closing(HostWatch(bus, "a test", LIMIT)) as watch:
-        words = [decode(said.get(timeout=WITHIN)) for _ in range(5)]
+        words = [decode(broadcasts.get(timeout=WITHIN)) for _ in range(5)]
         until(lambda: bus.read(ROLL) == b'{"senders":["%b"],"v":1}' % watch.sender.encode(), "all")
     hosts = [word.host for word in words if isinstance(word, Suspect)]
     assert sorted(hosts) == [f"node{number}" for number in range(5)]

@@ -44,7 +44,7 @@ def test_a_detector_that_saw_nothing_is_green() -> None:
     assert level(ProgressDetector(CONFIG), 1e9) is Level.GREEN
 
 
-def test_the_reason_says_what_was_measured_against_what() -> None:
+def test_reason_names_the_measurement_and_its_threshold() -> None:
     detector, now = after_steps(812)
     assert level(detector, now + 1.19) is Level.GREEN
     verdict = detector.verdict(now + 1.31)
@@ -174,7 +174,7 @@ def test_an_atomic_section_is_held_to_the_maximum() -> None:
     assert level(detector, now + 31.3) is Level.YELLOW
 
 
-def test_a_false_alarm_doubles_the_threshold_at_its_step_until_a_commit() -> None:
+def test_false_alarm_doubles_the_threshold_until_the_next_commit() -> None:
     detector, now = after_steps(8)
     found = []
     for _ in range(8):
@@ -254,7 +254,7 @@ FRACTIONS = st.lists(st.floats(0.0, 0.99), max_size=40)
 
 
 @given(steps=STEPS, fractions=FRACTIONS, marks=st.lists(st.booleans(), min_size=40, max_size=40))
-def test_no_alarm_while_marks_come_faster_than_the_threshold_and_one_after(
+def test_marks_within_the_threshold_prevent_the_alarm(
     steps: list[float], fractions: list[float], marks: list[bool]
 ) -> None:
     detector, now = ProgressDetector(CONFIG), 5.0

@@ -176,15 +176,15 @@ def test_stopped_rank_is_suspected_until_it_continues() -> None:
         assert monitor.verdict(now).level is Level.GREEN and not monitor.concerns_others(now)
 
 
-def test_others_are_told_of_a_hang_that_its_own_rollback_does_not_end() -> None:
+def test_hang_that_outlasts_its_own_rollback_is_reported_to_others() -> None:
     monitor = Monitor(LIMITS)
-    told = []
+    reported = []
     for tick in range(60):
         now = 10.0 + tick / 20
         monitor.observe(Look(now, replace(AT_WORK, beat=now)))
         if monitor.concerns_others(now):
-            told.append(now)
-    assert told[0] == pytest.approx(10.0 + LIMITS.max_s + LIMITS.min_s, abs=0.1)
+            reported.append(now)
+    assert reported[0] == pytest.approx(10.0 + LIMITS.max_s + LIMITS.min_s, abs=0.1)
     back = replace(AT_WORK, beat=now, ended=now, begun=now, marked=now)
     monitor.observe(Look(now, back))
     assert not monitor.concerns_others(now)
@@ -335,7 +335,7 @@ def test_a_hang_is_noticed_and_ended(mode: str, ended_by: signal.Signals) -> Non
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["stop_between_txns", "stop_in_an_atomic_section"])
-def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
+def test_stopped_process_outside_a_txn_is_detected_as_inside(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_S", "600")
@@ -350,24 +350,24 @@ def test_a_process_that_is_stopped_where_it_has_time_is_noticed_as_in_a_txn(
 
 @pytest.mark.parametrize("mode", ["stop", "keep_the_lock"])
 def test_supervisor_is_notified_of_a_rank_that_cannot_report_its_hang(mode: str) -> None:
-    heard, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with heard, into, trainer(mode, supervisor=into.fileno()) as child:
-        heard.settimeout(LIMIT_S)
+    received, into = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with received, into, trainer(mode, supervisor=into.fileno()) as child:
+        received.settimeout(LIMIT_S)
         since = child.go()
-        word = decode(heard.recv(65536))
+        word = decode(received.recv(65536))
         print(f"{mode}: told {time.monotonic() - since:.2f} s after it began")
         expect_word(child, word)
         assert child.verdict(since)["level"] == "yellow"
 
 
-def test_without_a_supervisor_all_hear_it_on_the_bus() -> None:
+def test_hang_without_a_supervisor_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
-        heard: queue.Queue[bytes] = queue.Queue()
-        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        received: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(received.put, lambda error: received.put(str(error).encode()))
         with trainer("stop", server.url) as child:
             child.go()
-            expect_word(child, decode(heard.get(timeout=LIMIT_S)))
-            assert isinstance(decode(heard.get(timeout=LIMIT_S)), Death)
+            expect_word(child, decode(received.get(timeout=LIMIT_S)))
+            assert isinstance(decode(received.get(timeout=LIMIT_S)), Death)
 
 
 def expect_word(child: Trainer, word: BusMessage) -> None:
@@ -377,7 +377,7 @@ def expect_word(child: Trainer, word: BusMessage) -> None:
     assert word.cause.startswith("no progress for")
 
 
-def test_a_loop_without_end_is_noticed_though_it_runs_bytecodes() -> None:
+def test_endless_loop_in_bytecode_is_detected() -> None:
     with trainer("spin") as child:
         line = expect(child, "yellow", child.go(), "spin")
         assert line["reason"].startswith("the interpreter runs")
@@ -408,13 +408,13 @@ def test_declared_long_work_is_excused_and_a_later_hang_is_not(mode: str) -> Non
         assert line["level"] == "yellow"
 
 
-def test_a_death_is_told_on_the_bus() -> None:
+def test_death_is_broadcast_on_the_bus() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
-        heard: queue.Queue[bytes] = queue.Queue()
-        bus.subscribe(heard.put, lambda error: heard.put(str(error).encode()))
+        received: queue.Queue[bytes] = queue.Queue()
+        bus.subscribe(received.put, lambda error: received.put(str(error).encode()))
         with trainer("die", server.url) as child:
             since = child.go()
-            death = decode(heard.get(timeout=LIMIT_S))
+            death = decode(received.get(timeout=LIMIT_S))
             print(f"die: heard on the bus {time.monotonic() - since:.3f} s after it")
             assert isinstance(death, Death)
             assert death.pid == child.process.pid
@@ -423,7 +423,7 @@ def test_a_death_is_told_on_the_bus() -> None:
 
 
 @pytest.mark.skipif(not supported(), reason="no robust mutexes here")
-def test_without_a_supervisor_a_death_is_told_before_the_process_is_gone() -> None:
+def test_death_without_supervisor_is_broadcast_before_process_is_gone() -> None:
     with serve_tcp() as server, trainer("die_slowly", server.url) as child:
         child.go()
         expect_death(child, "ended without leaving the job")
@@ -437,7 +437,7 @@ def test_leaving_rank_is_not_reported() -> None:
         assert child.ended_with() == 0
 
 
-def test_without_a_supervisor_it_beats_for_its_trainer_until_that_leaves() -> None:
+def test_monitor_without_a_supervisor_beats_until_its_trainer_leaves() -> None:
     with serve_tcp() as server, open_bus(server.url) as bus:
         with trainer("leave", server.url) as child:
             deadline = time.monotonic() + LIMIT_S
@@ -452,21 +452,21 @@ def test_without_a_supervisor_it_beats_for_its_trainer_until_that_leaves() -> No
         assert bus.read(beat_name(senders[0])) is None
 
 
-def test_lines_come_to_a_callback_until_it_is_closed() -> None:
-    pulse, heard = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
+def test_monitor_passes_lines_to_a_callback_until_closed() -> None:
+    pulse, received = Pulse(time.monotonic), queue.Queue[dict[str, Any]]()
     config = replace(LIMITS, max_s=0.5, grace_s=3600.0)
-    monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=heard.put)
+    monitor = MonitorProcess(pulse, config, group="0", rank=0, on_line=received.put)
     try:
-        assert heard.get(timeout=LIMIT_S)["type"] == "watching"
+        assert received.get(timeout=LIMIT_S)["type"] == "watching"
         pulse.begin(4)  # without further beats this is a hang of 0.5 s
-        verdict = heard.get(timeout=LIMIT_S)
+        verdict = received.get(timeout=LIMIT_S)
         assert (verdict["level"], verdict["step"], verdict["pid"]) == ("yellow", 4, os.getpid())
         assert "torch" not in _mapped(monitor.pid)
     finally:
         monitor.close()
         monitor.close()
         pulse.close()
-    assert heard.empty()
+    assert received.empty()
     assert not any(thread.name == "fft-monitor" for thread in threading.enumerate())
     with pytest.raises(ProcessLookupError):
         os.kill(monitor.pid, 0)
@@ -481,8 +481,8 @@ def test_the_password_of_a_bus_is_in_no_command_line() -> None:
     url = "nats://somebody:secret@127.0.0.1:9/job"
     monitor = MonitorProcess(pulse, LIMITS, group="0", rank=0, bus_url=url)
     try:
-        told = Path(f"/proc/{monitor.pid}/cmdline")
-        while not (line := told.read_bytes()):  # between fork and exec; pytest bounds it
+        cmdline = Path(f"/proc/{monitor.pid}/cmdline")
+        while not (line := cmdline.read_bytes()):  # between fork and exec; pytest bounds it
             time.sleep(0.001)
         assert b"fft.health.monitor" in line and b"secret" not in line
     finally:

@@ -81,9 +81,7 @@ def test_an_end_without_a_begin_is_only_a_mark(pulse: Pulse) -> None:
     reader.close()
 
 
-def test_changes_are_told_in_the_order_in_which_they_can_be_judged(
-    pulse: Pulse, clock: Clock
-) -> None:
+def test_pulse_changes_are_reported_in_the_order_of_judgement(pulse: Pulse, clock: Clock) -> None:
     reader = PulseReader(pulse.fd)
     before = reader.read()
     assert changes(before, before) == []
@@ -179,7 +177,7 @@ def real() -> Iterator[Pulse]:
     made.close()
 
 
-def test_a_main_thread_that_runs_moves_and_one_that_is_blocked_only_beats(real: Pulse) -> None:
+def test_running_main_thread_moves_and_a_blocked_one_only_beats(real: Pulse) -> None:
     reader = PulseReader(real.fd)
     moves = MainThreadProbe(real, 0.005)
     assert moves.follows_main

@@ -57,7 +57,7 @@ def test_slower_of_two_ranks_is_named() -> None:
     assert fed({"a": 9.0}, ranks=["a"]).slow() == {}
 
 
-def test_single_slow_steps_and_a_young_job_say_nothing() -> None:
+def test_single_slow_steps_and_a_young_job_are_not_reported() -> None:
     detector = fed({})
     for _ in range(4):
         detector.observe(BodyTimes({**dict.fromkeys(RANKS, 0.2), "0/0": 20.0}))
@@ -146,20 +146,22 @@ def test_ranks_of_a_sound_job_that_shares_two_cores_are_not_named(
     """The times are from two runs of the demo in which a rank was named when 10 ms sufficed for
     that."""
     times = {**dict.fromkeys(["0/0", "0/1", "1/0", "1/1"], others), rank: seconds}
-    assert said(Stragglers(), times, 60) == []
-    assert said(Stragglers(StragglerConfig(least_s=0.01)), times, 60) == [f"{rank} slow"]
+    assert changes_after(Stragglers(), times, 60) == []
+    assert changes_after(Stragglers(StragglerConfig(least_s=0.01)), times, 60) == [f"{rank} slow"]
 
 
 @pytest.mark.parametrize(("median", "late"), [(0.02, 0.2), (0.05, 0.06), (0.2, 0.06), (1.0, 0.3)])
 def test_rank_beyond_the_noise_is_named(median: float, late: float) -> None:
     times = {**dict.fromkeys(["0/0", "0/1", "1/0"], median), "1/1": median + late}
-    assert said(Stragglers(), times, 12) == ["1/1 slow"]
+    assert changes_after(Stragglers(), times, 12) == ["1/1 slow"]
 
 
 # --- from words as they come in ----------------------------------------------------------------
 
 
-def said(stragglers: Stragglers, times: dict[str, float], rounds: int, inc: int = 1) -> list[str]:
+def changes_after(
+    stragglers: Stragglers, times: dict[str, float], rounds: int, inc: int = 1
+) -> list[str]:
     """Return the findings when every rank reports ``rounds`` times, in changing order."""
     dice, news = random.Random(3), []
     for _ in range(rounds):
@@ -171,10 +173,10 @@ def said(stragglers: Stragglers, times: dict[str, float], rounds: int, inc: int 
 def test_straggler_onset_and_end_are_reported_once() -> None:
     stragglers = Stragglers()
     equal = {"0/0": 0.1, "1/0": 0.11, "2/0": 0.1}
-    assert said(stragglers, equal, 10) == []
-    assert said(stragglers, {**equal, "1/0": 0.3}, 12) == ["1/0 slow"]
+    assert changes_after(stragglers, equal, 10) == []
+    assert changes_after(stragglers, {**equal, "1/0": 0.3}, 12) == ["1/0 slow"]
     assert stragglers.slow == {"1/0": pytest.approx(3.0)}
-    assert said(stragglers, equal, 12) == ["1/0 no more"]
+    assert changes_after(stragglers, equal, 12) == ["1/0 no more"]
     assert stragglers.slow == {}
 
 
@@ -189,32 +191,32 @@ def test_one_of_two_ranks_is_named_with_the_evidence() -> None:
     )
 
 
-def test_a_rank_that_speaks_seldom_is_waited_for_and_one_that_is_gone_is_not() -> None:
+def test_rarely_reporting_rank_is_awaited_and_a_departed_one_is_not() -> None:
     stragglers = Stragglers()
     for _ in range(12):
         for rank, seconds in (("a", 0.1), ("a", 0.1), ("a", 0.1), ("b", 0.1), ("c", 0.5)):
             stragglers.hear(rank, 1, seconds)
     assert list(stragglers.slow) == ["c"]
-    assert said(stragglers, {"a": 0.1, "b": 0.1}, 4) == ["c no more"]
+    assert changes_after(stragglers, {"a": 0.1, "b": 0.1}, 4) == ["c no more"]
 
 
-def test_a_moment_of_slowness_is_not_told() -> None:
+def test_short_slowness_is_not_reported() -> None:
     stragglers = Stragglers(StragglerConfig(window=3, samples=3, sure=3))
     fast, slow = {"a": 0.1, "b": 0.1, "c": 0.1}, {"a": 0.1, "b": 0.1, "c": 0.5}
     for _ in range(5):
-        assert said(stragglers, fast, 10) == []
-        assert said(stragglers, slow, 2) == [], "found slow in two rounds"
-    assert said(stragglers, slow, 6) == ["c slow"]
-    assert said(stragglers, fast, 2) == []
-    assert said(stragglers, slow, 6) == [], "and never told to be so no more"
+        assert changes_after(stragglers, fast, 10) == []
+        assert changes_after(stragglers, slow, 2) == [], "found slow in two rounds"
+    assert changes_after(stragglers, slow, 6) == ["c slow"]
+    assert changes_after(stragglers, fast, 2) == []
+    assert changes_after(stragglers, slow, 6) == [], "and never told to be so no more"
 
 
 def test_a_new_process_of_a_rank_is_not_judged_by_the_old_one() -> None:
     stragglers = Stragglers()
-    said(stragglers, {"a": 0.1, "b": 0.1, "c": 0.5}, 10)
+    changes_after(stragglers, {"a": 0.1, "b": 0.1, "c": 0.5}, 10)
     assert stragglers.hear("c", 2, 0.1) == []
-    assert said(stragglers, {"a": 0.1, "b": 0.1}, 1) == ["c no more"]
+    assert changes_after(stragglers, {"a": 0.1, "b": 0.1}, 1) == ["c no more"]
     assert stragglers.hear("c", 1, 0.5) == [], "a late word of the old one"
     for _ in range(10):
-        assert said(stragglers, {"a": 0.1, "b": 0.1}, 1) == []
+        assert changes_after(stragglers, {"a": 0.1, "b": 0.1}, 1) == []
         assert stragglers.hear("c", 2, 0.1) == []

@@ -63,7 +63,7 @@ def settled(**fields: object) -> Watching:
     return watching
 
 
-def test_a_host_that_falls_silent_has_vanished_within_the_limit_and_the_others_have_not() -> None:
+def test_silent_host_vanishes_within_the_limit_and_the_others_do_not() -> None:
     watching = settled()
     watching.held = {"b"}
     assert SHORTEST <= watching.until_vanished() <= LIMIT
@@ -90,7 +90,7 @@ def test_all_hosts_but_one_may_vanish_at_once() -> None:
     assert watching.look() == list("bcdefgh")
 
 
-def test_a_beat_ends_the_suspicion_and_an_older_one_is_no_beat() -> None:
+def test_new_beat_ends_the_suspicion_and_an_older_one_is_ignored() -> None:
     watching = settled()
     watching.held = {"b"}
     watching.until_vanished()
@@ -110,7 +110,7 @@ def test_late_beats_raise_no_alarm_while_steps_are_committed() -> None:
     assert watching.judge.forgotten(watching.now) == {"b"}
 
 
-def test_one_commit_is_no_sign_of_life_for_its_vote_may_have_been_the_last_word() -> None:
+def test_single_commit_is_no_sign_of_life() -> None:
     watching = settled(steps=10)
     watching.held = {"b"}
     watching.looks(1.5)
@@ -136,7 +136,7 @@ def test_observer_pause_is_not_counted_as_silence() -> None:
     assert watching.until_vanished() <= LIMIT
 
 
-def test_an_observer_that_is_always_late_finds_it_all_the_same() -> None:
+def test_late_observer_still_detects_a_vanished_host() -> None:
     watching = settled()
     for _ in range(20):
         assert watching.look(after=3 * PAUSE) == []
@@ -144,7 +144,7 @@ def test_an_observer_that_is_always_late_finds_it_all_the_same() -> None:
     assert watching.until_vanished(look=3 * PAUSE) <= 1.5 * LIMIT
 
 
-def test_a_host_is_judged_by_the_limit_that_it_names() -> None:
+def test_host_is_judged_by_its_own_limit() -> None:
     judge, now = HostJudge(2 * PAUSE), 0.0
     beats = {"quick": Beating(1, "quick", 2.0), "slow": Beating(1, "slow", 60.0)}
     vanished_at: dict[str, float] = {}

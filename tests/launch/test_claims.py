@@ -113,7 +113,7 @@ def test_a_supervisor_that_was_killed_stands_in_nobodys_way(
         assert second.verdict().ok
 
 
-def test_a_supervisor_that_was_stopped_ends_its_processes_when_it_goes_on(
+def test_stopped_supervisor_ends_its_processes_when_continued(
     services: Services, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "_SILENCE_S", 1.0)  # applies to the supervisor in this process

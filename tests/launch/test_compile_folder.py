@@ -28,7 +28,7 @@ def test_a_users_own_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("place", "joins"), [(None, False), ("memory://a", False), ("kept", True)])
-def test_without_a_disk_of_its_own_it_is_temporary_and_private(
+def test_compile_cache_without_a_disk_is_temporary_and_private(
     tmp_path: Path, place: str | None, joins: bool
 ) -> None:
     where = tmp_path / place if place == "kept" else place
@@ -40,7 +40,7 @@ def test_without_a_disk_of_its_own_it_is_temporary_and_private(
     assert not found.exists()
 
 
-def test_beside_checkpoints_it_stays(tmp_path: Path) -> None:
+def test_compile_cache_beside_checkpoints_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         with compile_cache(config(tmp_path), False, {}) as found:
             assert found is not None
@@ -75,9 +75,9 @@ def test_a_folder_that_another_user_may_have_filled_is_refused(
         os.chown(bad, 12345, -1)
     else:
         bad.chmod(0o720 if how == "group" else 0o702)
-    told = {"symlink": "symlink", "owner": "12345", "group": "0720", "others": "0702"}[how]
+    expected = {"symlink": "symlink", "owner": "12345", "group": "0720", "others": "0702"}[how]
     with (
-        pytest.raises(SupervisorError, match=f"(?s){bad}.*{told}.*remove it.*{SETTING}"),
+        pytest.raises(SupervisorError, match=f"(?s){bad}.*{expected}.*remove it.*{SETTING}"),
         compile_cache(config(tmp_path), False, {}),
     ):
         pass
@@ -87,22 +87,22 @@ def test_a_folder_that_another_user_may_have_filled_is_refused(
 
 
 @pytest.mark.multiprocess
-def test_it_goes_when_fft_run_is_killed(tmp_path: Path) -> None:
-    script, told = tmp_path / "script.py", tmp_path / "told"
+def test_compile_cache_is_removed_when_fft_run_is_killed(tmp_path: Path) -> None:
+    script, printed = tmp_path / "script.py", tmp_path / "told"
     script.write_text(
         "import os, time, pathlib\n"
         f"path = os.environ['{SETTING}']\n"
         "open(path + '/file', 'w').write('compiled')\n"
-        f"new = pathlib.Path({str(told)!r} + '.new')\n"
+        f"new = pathlib.Path({str(printed)!r} + '.new')\n"
         "new.write_text(path)\n"
-        f"new.rename({str(told)!r})\n"
+        f"new.rename({str(printed)!r})\n"
         "time.sleep(600)\n"
     )
     command = ["run", "--no-progress", "--trace-dir", str(tmp_path / "traces"), str(script)]
     env: dict[str, str | None] = {**os.environ, SETTING: None}
     with running(*command, folder=tmp_path, env=env) as process:
-        wait_until(told.exists, "the script has begun", LIMIT_S)
-        folder = Path(told.read_text())
+        wait_until(printed.exists, "the script has begun", LIMIT_S)
+        folder = Path(printed.read_text())
         assert (folder / "file").exists()
         process.signal(signal.SIGKILL)
         process.wait(LIMIT_S)

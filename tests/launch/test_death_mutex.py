@@ -98,7 +98,7 @@ def child() -> Iterator[Held]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_a_killed_child_is_told(child: Held, number: signal.Signals) -> None:
+def test_killed_child_is_reported(child: Held, number: signal.Signals) -> None:
     child.process.send_signal(number)
     assert child.died.wait(LIMIT_S)
 
@@ -118,7 +118,7 @@ def test_an_end_in_good_order_is_no_death(child: Held, word: str) -> None:
     ("word", "answer"),
     [("again", "held again"), ("fork", "waited"), ("fork and exit", "waited")],
 )
-def test_taken_again_or_after_the_end_of_a_fork_it_still_tells(
+def test_death_is_reported_after_retaking_or_a_forks_end(
     child: Held, word: str, answer: str
 ) -> None:
     child.say(word)
@@ -128,16 +128,16 @@ def test_taken_again_or_after_the_end_of_a_fork_it_still_tells(
     assert child.died.wait(LIMIT_S)
 
 
-def test_another_thread_cannot_give_it_back(child: Held) -> None:
+def test_death_mutex_is_not_released_by_another_thread(child: Held) -> None:
     child.say("elsewhere")
     assert child.died.wait(LIMIT_S), "it ended by os._exit without having left"
 
 
-def test_a_child_that_never_holds_it_ends_without_a_word() -> None:
-    line, told = DeathMutex(), threading.Event()
-    line.watch(told.set)
+def test_child_that_never_holds_the_mutex_ends_silently() -> None:
+    line, reported = DeathMutex(), threading.Event()
+    line.watch(reported.set)
     line.close()
-    assert not told.is_set()
+    assert not reported.is_set()
     assert not [t for t in threading.enumerate() if t.name == "fft-death-mutex"]
 
 
@@ -153,11 +153,11 @@ def test_a_child_that_is_reaped_keeps_no_descriptor(tmp_path: Path) -> None:
     children: list[Child] = []
     for number in range(3):
         before = os.listdir("/proc/self/fd")
-        log, told = tmp_path / f"{number}.log", threading.Event()
+        log, reported = tmp_path / f"{number}.log", threading.Event()
         children.append(
             child := Child("0", number, 1, Script([str(script)]), dict(os.environ), log)
         )
-        child.watch(told.set)
+        child.watch(reported.set)
         assert child.dies_within(LIMIT_S)
         assert child.reap() == 3, log.read_text()
         assert os.listdir("/proc/self/fd") == before

@@ -26,15 +26,15 @@ def diagnoser(directory: Path, after: int) -> Diagnoser:
 
 
 @pytest.mark.parametrize(("after", "runs", "begun"), [(4, 3, 0), (4, 4, 1), (6, 6, 1), (0, 6, 0)])
-def test_it_begins_after_so_many_rollbacks_and_once_for_a_step(
+def test_diagnosis_begins_after_n_rollbacks_and_once_per_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, after: int, runs: int, begun: int
 ) -> None:
     made = diagnoser(tmp_path, after)
     for _ in range(3):
         made.look(RUN[:runs], 1)
         made.close()
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([text for text in told if "looking for the culprit" in text]) == begun
+    reported = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in reported if "looking for the culprit" in text]) == begun
     gave_up = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(gave_up) == begun and all("was given up" in r.getMessage() for r in gave_up)
 

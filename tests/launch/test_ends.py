@@ -38,7 +38,7 @@ from fft.trace.tail import JobView
 StartJob = Callable[..., AbstractContextManager[Job]]
 
 
-def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
+def test_group_has_not_finished_if_one_rank_ended_and_another_died(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=1, ranks=2) as job:
@@ -54,7 +54,7 @@ def test_a_group_has_not_finished_if_one_rank_ended_well_and_then_another_died(
 
 
 @pytest.mark.parametrize("asked", ["nobody", "a drain", "its last step", "the end of its shard"])
-def test_a_group_that_ends_well_in_the_middle_of_the_job_is_told_of(
+def test_group_that_exits_0_mid_job_is_reported_unless_asked(
     run_job: StartJob, stage: Stage, asked: str
 ) -> None:
     """The supervisor reports it unless the group was asked to leave.
@@ -164,7 +164,7 @@ def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
     assert caplog.text.count("no checkpoint of step 8 from rank 0/0: OSError") == 1
 
 
-def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
+def test_rank_that_exits_0_before_its_mate_fails_is_reported(
     run_job: StartJob, stage: Stage
 ) -> None:
     """The mate waits for it in vain, and its error message then is not the cause."""
@@ -185,8 +185,8 @@ def test_a_rank_that_ends_well_before_its_mate_is_told_of_though_the_mate_fails(
             actors["0", rank].order("exit 0")
         verdict = job.verdict()
     assert not verdict.ok
-    told = [line for line in verdict.lines if "rank 1 ended with exit status 0" in line]
-    assert len(told) == 1 and "group 1" in told[0] and "g1r1-1.log" in told[0]
+    reported = [line for line in verdict.lines if "rank 1 ended with exit status 0" in line]
+    assert len(reported) == 1 and "group 1" in reported[0] and "g1r1-1.log" in reported[0]
 
 
 def test_departed_group_still_writing_a_checkpoint_is_awaited(
@@ -255,7 +255,7 @@ def test_group_resuming_after_the_end_does_not_change_the_outcome(
     assert "group 1 came back when the job was over" in verdict.lines
 
 
-def test_a_job_goes_on_while_somebody_stays(bus: ErrorBus) -> None:
+def test_job_has_no_last_epoch_while_a_group_stays(bus: ErrorBus) -> None:
     show(bus, formed(2, "0", "1"), left(2, "0"))
     assert last_epoch(bus) is None
 
@@ -385,7 +385,7 @@ def test_death_is_reported_at_once_with_signal_and_step(
 @pytest.mark.parametrize(
     "how", ["interrupted", "killed", "drained", "one drained", "given up", "failed"]
 )
-def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, how: str) -> None:
+def test_exit_status_encodes_the_end_of_the_job(run_job: StartJob, stage: Stage, how: str) -> None:
     with run_job(groups=2, ranks=1, max_restarts=0) as job:
         actors = two_at_work(job, stage, 5)
         if how in ("interrupted", "killed"):
@@ -416,7 +416,7 @@ def test_exit_status_tells_how_the_job_ended(run_job: StartJob, stage: Stage, ho
 
 
 @pytest.mark.parametrize("has_left", [True, False])
-def test_rank_killed_by_the_requested_sigterm_at_its_exit_had_left_in_good_order(
+def test_rank_killed_at_exit_by_requested_sigterm_counts_as_drained(
     run_job: StartJob, stage: Stage, has_left: bool
 ) -> None:
     left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
@@ -520,7 +520,7 @@ def test_processes_that_die_together_are_one_round(run_job: StartJob, stage: Sta
         assert job.verdict().exit_status == ExitStatus.COMPLETE
 
 
-def test_mismatched_collectives_end_the_job_with_the_line_that_tells(
+def test_mismatched_collectives_end_the_job_with_the_error_line(
     run_job: StartJob, stage: Stage
 ) -> None:
     line = "what():  [enforce fail] Is there a distributed collective mismatch in your code?"
@@ -745,11 +745,11 @@ def test_part_of_a_job_without_its_group_ends_as_the_others_did(
     whole = ExitStatus.FEWER_GROUPS if is_left_out else there
     found = [verdict.exit_status for verdict in verdicts]
     assert (*found, outcome.status) == (there, here, whole), (verdicts, str(outcome))
-    said = {
+    output = {
         "drained": "the job was drained before its end while no group here was in it",
         "failed": "no group here was in the job at its end, and those of other hosts failed",
     }
-    for end, line in said.items():
+    for end, line in output.items():
         assert (line in verdicts[1].lines) == (how == end and not is_interrupted)
 
 

@@ -68,33 +68,33 @@ def seen(folder: Path, script: Path, new_ranks: bool) -> tuple[dict[str, Any], l
 
 
 @pytest.mark.long  # checks the tests' own tools
-def test_a_forked_rank_sees_what_a_new_one_sees(tmp_path: Path) -> None:
+def test_forked_rank_has_the_environment_of_a_new_process(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text(SHOWS)
     for name in ("new", "forked"):
         (tmp_path / name).mkdir()
-    new, log, said = seen(tmp_path / "new", script, new_ranks=True)
-    forked, its_log, its_said = seen(tmp_path / "forked", script, new_ranks=False)
+    new, log, output = seen(tmp_path / "new", script, new_ranks=True)
+    forked, its_log, its_output = seen(tmp_path / "forked", script, new_ranks=False)
     assert forked == new
     assert new["leads"] and new["dies by"] == signal.SIGKILL and all(new["passed"])
     assert its_log == log and log[0] == "error" and log[-1] == "at exit"
-    for words in (said, its_said):
+    for words in (output, its_output):
         assert "group 0 rank 0 ended with ValueError at" in words
         assert words.count("ValueError: no data") == 1
 
 
-def test_it_is_the_supervisors_child_and_dies_with_it(tmp_path: Path) -> None:
+def test_forked_rank_is_the_supervisors_child_and_dies_with_fft_run(tmp_path: Path) -> None:
     script = tmp_path / "stays.py"
     script.write_text("import os, signal; print('ready', os.getpid(), '.'); signal.pause()")
     traces = tmp_path / "traces"
     with running("run", "--trace-dir", str(traces), str(script), folder=tmp_path) as job:
 
-        def said() -> list[str]:
+        def log_words() -> list[str]:
             return [word for log in traces.glob("logs/*") for word in log.read_text().split()]
 
-        wait_until(lambda: "." in said(), "it runs", LIMIT_S)
+        wait_until(lambda: "." in log_words(), "it runs", LIMIT_S)
         started = psutil.Process(job.pid).children(recursive=True)
-        rank = psutil.Process(int(said()[1]))
+        rank = psutil.Process(int(log_words()[1]))
         assert rank in started
         assert rank.ppid() == job.pid
         job.signal(signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_it_is_the_supervisors_child_and_dies_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "os._exit(4)"])
-def test_its_end_is_told_as_it_was(tmp_path: Path, how: str) -> None:
+def test_exit_of_a_forked_rank_is_reported_like_that_of_a_process(tmp_path: Path, how: str) -> None:
     script = tmp_path / "ends.py"
     script.write_text(f"import os, sys\n{how}\n")
     command = ["run", "--max-restarts", "0", "--no-progress", "--trace-dir", str(tmp_path / "t")]

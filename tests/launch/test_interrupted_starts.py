@@ -43,12 +43,12 @@ def test_before_anything_is_started(tmp_path: Path, script: Path) -> None:
     try:
         wait_until((tmp_path / "runs").exists, "it has begun", LIMIT_S)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=LIMIT_S)
+        _, output = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 75, said
-    assert "fft: interrupted before anything was started" in said
+    assert process.returncode == 75, output
+    assert "fft: interrupted before anything was started" in output
     assert not list(tmp_path.glob("runs/*/logs/*.log"))
 
 

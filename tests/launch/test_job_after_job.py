@@ -129,7 +129,7 @@ def test_fft_run(env: dict[str, str], tmp_path: Path) -> None:
         done = fft(*command, folder=tmp_path, env=env, within=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         logs = [log.read_text().splitlines() for log in (traces / "logs").iterdir()]
-        said = [[line for line in lines if line.startswith("step ")] for lines in logs]
-        assert said == [[f"step {n}" for n in range(1, STEPS + 1)]] * 2
+        output = [[line for line in lines if line.startswith("step ")] for lines in logs]
+        assert output == [[f"step {n}" for n in range(1, STEPS + 1)]] * 2
         report = audit_dir(traces)
         assert report.ok, report.render()

@@ -221,7 +221,7 @@ def test_bus_needs_no_resources_of_the_groups() -> None:
 
 
 @FORMS
-def test_shell_of_a_pod_is_valid_and_kubernetes_changes_nothing_in_it(form: str) -> None:
+def test_pod_shell_is_valid_and_not_expanded_by_kubernetes(form: str) -> None:
     for spec in job_specs(forms()[form]).values():
         command = container(spec)["command"]
         assert [expanded(word, {}) for word in command] == command
@@ -363,7 +363,7 @@ def test_spare_without_a_bus_does_not_fail_its_job(tmp_path: Path) -> None:
     assert "no bus has come at tcp://127.0.0.1:" in done.stderr
 
 
-def test_bus_serves_late_pods_only_if_no_file_and_no_jobset_tells_them() -> None:
+def test_bus_serves_late_pods_only_without_a_file_and_a_jobset() -> None:
     def bus(manifests: list[dict[str, Any]]) -> str:
         return str(container(job_specs(manifests)["bus"])["command"][2])
 
@@ -528,7 +528,7 @@ def test_pod_that_comes_back_after_the_end_of_the_bus_succeeds(tmp_path: Path) -
 
 
 @in_pods
-def test_bus_without_a_claim_waits_for_late_pods_until_it_is_deleted(tmp_path: Path) -> None:
+def test_bus_without_a_claim_waits_for_late_pods_until_deleted(tmp_path: Path) -> None:
     with trial(tmp_path, "300 0.1 1", claim=False) as job:
         cluster, group, bus = job.cluster, job.cluster.job("group"), job.cluster.job("bus")
         job.trains(1, 5)
@@ -546,7 +546,7 @@ def test_bus_without_a_claim_waits_for_late_pods_until_it_is_deleted(tmp_path: P
 
 
 @in_pods
-def test_pod_waits_for_its_group_while_a_spare_has_it(tmp_path: Path) -> None:
+def test_pod_waits_for_its_group_while_a_spare_holds_the_group(tmp_path: Path) -> None:
     with trial(tmp_path, "900 0.1 1", "--spare-pods", "1") as job:
         cluster, group = job.cluster, job.cluster.job("group")
         job.trains(0, 5)

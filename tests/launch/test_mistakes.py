@@ -71,7 +71,7 @@ def test_repeated_failure_before_the_first_commit_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("kind", [UnequalData, ResultRefused, GradientMissing])
-def test_error_that_a_resumed_job_would_reach_again_ends_it_for_good(kind: type[Exception]) -> None:
+def test_error_that_a_resumed_job_would_repeat_ends_the_job(kind: type[Exception]) -> None:
     found = Mistakes(["0", "1"], 2).ended("1", place(kind), job_committed=True)
     assert found is not None and found.ends == "job"
     assert is_the_scripts(found.place), "a start from a checkpoint would compute the same"
@@ -124,7 +124,7 @@ def test_one_group_that_fails_while_others_commit_is_left_out_alone() -> None:
     assert found is not None and found.ends == "group"
 
 
-def test_groups_that_fail_alike_after_commits_are_a_mistake_unless_one_got_over_it() -> None:
+def test_equal_failures_after_commits_are_a_mistake_without_recovery() -> None:
     mistakes = Mistakes(["0", "1", "2"], 3)
     assert mistakes.ended("0", place(), True) is None
     mistakes.progressed("0")
@@ -133,7 +133,7 @@ def test_groups_that_fail_alike_after_commits_are_a_mistake_unless_one_got_over_
     assert found is not None and found.ends == "job" and "1, 2" in found.reason
 
 
-def test_signals_connections_and_exit_codes_of_a_running_job_are_no_mistakes() -> None:
+def test_signals_connection_errors_and_exit_codes_are_no_mistakes() -> None:
     for kind in (ConnectionResetError, TimeoutError, OSError):
         mistakes = Mistakes(["0"], 1)
         for _ in range(3):
@@ -156,7 +156,7 @@ def raised(make: Callable[[], object]) -> Exception:
     raise AssertionError
 
 
-def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> None:
+def test_same_error_ends_after_two_tries_and_others_after_five() -> None:
     def same() -> Exception:
         return raised(lambda: object().missing)  # type: ignore[attr-defined]  # its message contains an address
 
@@ -170,13 +170,13 @@ def test_the_same_error_twice_is_enough_and_other_errors_have_five_tries() -> No
         assert failures.failed(3, "01", same()) is None
     failures.committed()
     others = [ValueError(str(n)) for n in range(5)]
-    told = [failures.failed(3, "01", error) for error in others]
-    assert told[:4] == [None] * 4 and "5 times" in str(told[4])
+    reported = [failures.failed(3, "01", error) for error in others]
+    assert reported[:4] == [None] * 4 and "5 times" in str(reported[4])
     failures.committed()
     assert [failures.failed(3, "01", TimeoutError()) for _ in range(4)] == [None] * 4
 
 
-def test_an_error_that_cannot_say_itself_is_told_all_the_same() -> None:
+def test_error_with_a_failing_str_is_reported_with_a_placeholder() -> None:
     class Mute(RuntimeError):
         def __str__(self) -> str:
             raise KeyError("no words")
@@ -225,7 +225,7 @@ def test_error_that_stands_for_its_cause_has_one_traceback() -> None:
     assert found.text.endswith("StepRetriesExceeded: again and again\n")
 
 
-def test_a_long_traceback_loses_its_middle_and_half_characters_are_replaced() -> None:
+def test_long_traceback_loses_its_middle_and_surrogates_are_replaced() -> None:
     found = place_of(raised(lambda: int("x" * 20_000 + "\udcff")))
     assert len(found.text) < LONGEST_TEXT + 20
     assert found.text.startswith("Traceback") and found.text.endswith("\n")
@@ -370,7 +370,7 @@ def test_script_exit_with_a_code_shows_its_output(run_job: StartJob, stage: Stag
     assert text.count("unrecognized arguments: --workers") == 1 and "Traceback" not in text
 
 
-def test_a_mistake_of_one_group_at_its_start_ends_the_job_the_second_time(
+def test_mistake_at_the_start_of_a_group_ends_the_job_when_repeated(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
@@ -397,7 +397,7 @@ def test_other_errors_and_signals_are_started_again(run_job: StartJob, stage: St
         assert job.verdict().ok
 
 
-def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
+def test_group_that_cannot_continue_is_dropped_and_the_others_finish(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
@@ -414,7 +414,7 @@ def test_a_group_that_cannot_go_on_is_given_up_and_the_others_end_well(
     assert str(verdict).count("RuntimeError: bug") == 1
 
 
-def test_a_state_that_is_lost_by_an_error_of_the_script_is_placed_where_that_was() -> None:
+def test_state_lost_by_a_script_error_is_placed_at_that_error() -> None:
     try:
         try:
             raise ValueError("a schedule that fails after the commit")
@@ -427,7 +427,7 @@ def test_a_state_that_is_lost_by_an_error_of_the_script_is_placed_where_that_was
     assert place_of(NoState("nobody has the state")).type == "NoState"
 
 
-def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_else(
+def test_job_left_with_too_few_groups_ends_with_the_mistake_alone(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=2, ranks=1) as job:
@@ -448,7 +448,7 @@ def test_when_too_few_groups_are_left_the_job_ends_with_the_mistake_and_nothing_
     assert len(verdict.lines) == 2
 
 
-def test_an_error_is_told_by_its_first_line_with_words() -> None:
+def test_error_is_reported_by_its_first_nonempty_line() -> None:
     """Errors of torch's pipelines begin with an empty line."""
     error = RuntimeError("\n        Failed to run stage backward:\n  …")
     assert text_of(error) == "RuntimeError: Failed to run stage backward:"

@@ -65,7 +65,7 @@ def test_registers_describe_a_resumed_job() -> None:
 # --- tailing ---------------------------------------------------------------------------
 
 
-def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
+def test_trace_line_counts_once_complete(tmp_path: Path) -> None:
     tail = TraceTail(tmp_path)
     assert tail.poll().ranks == {}
     whole = moved("PREPARED", epoch=2, step=5, members=["1", "0"])
@@ -108,9 +108,7 @@ def test_finished_live_blocks_are_progress_of_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [6, 19])
-def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
-    seed: int, tmp_path: Path
-) -> None:
+def test_asynchronous_job_clears_the_wait_reason_after_the_wait(seed: int, tmp_path: Path) -> None:
     """The input is line by line what the ranks of a simulated job wrote."""
     (tmp_path / "told").mkdir()
     run_seed(seed, load_spec("async"), trace_dir=tmp_path)
@@ -124,9 +122,9 @@ def test_whom_an_asynchronous_job_waited_for_is_not_said_any_longer(
                 record, ranks = json.loads(text), tail.poll().ranks
                 key = record["group"], record["rank"]
                 if record["kind"] == "transition" and ranks[key].inc == record["inc"]:
-                    said = "waits for its quorum" in ranks[key].fault
-                    assert said == ("waits for its quorum" in (record["cause"] or "")), text
-                    waited += said
+                    is_waiting = "waits for its quorum" in ranks[key].fault
+                    assert is_waiting == ("waits for its quorum" in (record["cause"] or "")), text
+                    waited += is_waiting
     tail.close()
     assert waited
 
@@ -235,7 +233,7 @@ def test_without_a_terminal_steps_alone_give_a_line_in_ten_seconds() -> None:
     assert "group 0 running: training at step 27" in lines[0]
 
 
-def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -> None:
+def test_without_a_terminal_faults_and_epochs_are_printed_at_once() -> None:
     def at(tenths: int) -> Snapshot:
         fault = "[red]boom" if tenths >= 23 else ""
         return snapshot(tenths / 10, fault=fault, epoch=3 if tenths < 40 else 4)
@@ -246,7 +244,7 @@ def test_without_a_terminal_a_fault_and_a_new_epoch_are_shown_when_they_come() -
     assert "boom" not in lines[2], "a group that trains again has got over its fault"
 
 
-def test_without_a_terminal_news_in_plenty_gives_a_line_a_second_and_the_last_of_them() -> None:
+def test_without_a_terminal_many_changes_print_one_line_a_second() -> None:
     lines = lines_of(snapshot(tenths / 10, epoch=tenths) for tenths in range(25))
     assert [line.split()[0] for line in lines] == ["0.0", "1.0", "2.0", "2.4"]
 

@@ -99,7 +99,7 @@ def test_job_ends_if_the_bus_is_lost_again_before_a_checkpoint(tmp_path: Path) -
     assert done.stdout.count("the job starts again from the checkpoint of step") == 1
 
 
-def test_process_without_a_cluster_is_told_to_connect() -> None:
+def test_process_without_a_ray_cluster_is_refused_with_the_fix() -> None:
     from fft.launch.ray import run
 
     with pytest.raises(FftError, match=r"ray\.init"):

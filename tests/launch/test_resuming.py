@@ -89,9 +89,9 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
     job = Job(tmp_path, first_only)
     assert job.run() is LOST
     assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
-    (said,) = [line for line in job.said if "starts in a row" in line]
-    assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in said
-    assert str(job.folders[-1] / "logs") in said
+    (output,) = [line for line in job.said if "starts in a row" in line]
+    assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in output
+    assert str(job.folders[-1] / "logs") in output
 
 
 def diverged(sound: int, bad: int) -> JobOutcome:
@@ -113,7 +113,7 @@ def test_job_returns_to_the_newest_checkpoint_before_the_tainted_steps(tmp_path:
     assert [e.step for e in Checkpoints(store).found() if e.step is not None] == [2, 4]
 
 
-def test_start_that_diverges_before_a_comparison_returns_to_its_own_checkpoint(
+def test_start_diverging_before_a_comparison_resumes_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     def second(job: Job) -> JobOutcome:
@@ -199,7 +199,7 @@ def test_a_fault_that_has_fired_does_not_fire_again_in_the_next_start(tmp_path: 
     assert job.faults == [["one", "other"], ["one", "other"], ["other"], []]
 
 
-def test_a_start_removes_what_earlier_ones_have_left_unless_somebody_writes_it(
+def test_start_removes_leftovers_of_earlier_ones_unless_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes the first start of a new job, and one that resumes by itself; a host that joins

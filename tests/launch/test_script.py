@@ -63,8 +63,8 @@ def test_forked_rank_has_its_own_environment_arguments_log_and_exit_code(
         child = run(script, log, rank)
         assert child.code == 3 + rank
         assert child.error_place is not None and child.error_place.is_a(SystemExit)
-        said = f"['--x', '1'] {rank} __main__ True\n{os.getpid()}\n"
-        assert log.read_text() == said
+        expected = f"['--x', '1'] {rank} __main__ True\n{os.getpid()}\n"
+        assert log.read_text() == expected
     assert script.server_pid is not None
 
 

@@ -46,7 +46,9 @@ print("left after step", manager.current_step(), flush=True)
 """
 
 
-def told(numbers: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, gap_s: float) -> int:
+def supervisor_calls(
+    numbers: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, gap_s: float
+) -> int:
     """Return the number of calls to the supervisor: one to drain, a second one to kill."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -76,7 +78,7 @@ def told(numbers: list[signal.Signals], monkeypatch: pytest.MonkeyPatch, gap_s: 
 def test_first_signal_drains_and_second_that_may_kill_kills(
     numbers: list[signal.Signals], gap_s: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told(numbers, monkeypatch, gap_s) == times
+    assert supervisor_calls(numbers, monkeypatch, gap_s) == times
 
 
 def test_signals_before_the_supervisor_are_passed_on_once() -> None:
@@ -143,7 +145,7 @@ def test_signals_to_all_processes_of_a_step_are_one_clean_drain(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_serve_with_parent_ends_with_it(tmp_path: Path) -> None:
+def test_serve_with_parent_ends_with_the_parent(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-m', 'fft.cli', 'serve', '--no-lighthouse',"

@@ -61,7 +61,7 @@ print("bits", manager.current_step(), [v.hex() for v in model.weight.flatten().t
 # --- placement ---
 
 
-def test_placement_gives_each_group_a_part_and_each_spare_node_spares_for_a_whole_node() -> None:
+def test_placement_gives_a_part_to_each_group_and_each_spare_node() -> None:
     found = list(Placement(groups=4, ranks=3, nodes=2, spare_nodes=1).parts())
     assert found == [
         Part("group-0", 0, 0, 1, 0),
@@ -111,7 +111,7 @@ def test_batch_script_is_valid_and_sets_its_traps_before_anything_else(number: i
 @pytest.mark.parametrize(
     ("signals", "stop"), [("USR1", "requeue"), ("TERM", "end"), ("USR1 TERM", "requeue")]
 )
-def test_batch_script_remembers_the_signal_that_ends_it(signals: str, stop: str) -> None:
+def test_batch_script_remembers_its_terminating_signal(signals: str, stop: str) -> None:
     head = scripts()[0].partition("fft=(")[0]
     kills = "\n".join(f"kill -{each} $$" for each in signals.split())
     done = subprocess.run(
@@ -134,7 +134,7 @@ def test_drain_signals_the_steps_and_not_the_bus() -> None:
     assert "trap '' TERM USR1; exec" in text
 
 
-def test_warning_to_all_processes_of_a_step_ends_fft_run_and_not_the_shell_around_it() -> None:
+def test_step_warning_ends_fft_run_but_not_its_shell() -> None:
     """The shell waits for `fft run`, and hands on its exit status."""
     text = scripts()[0]
     part = re.search("^part='.*?'$", text, re.M | re.S)
@@ -170,7 +170,7 @@ def test_arguments_with_spaces_and_quotes_reach_the_script_unchanged() -> None:
     assert done.stdout.splitlines() == ["train.py", "--name", "it's"]
 
 
-def test_each_start_of_the_bus_has_a_new_name_so_that_trace_folders_are_not_reused() -> None:
+def test_each_start_of_the_bus_has_a_new_name() -> None:
     """The traces of a start go to the folder of its name on the bus (`fft.trace.starts`)."""
     for text in scripts()[:2]:
         (command,) = re.findall(r" serve .*\n.*", text)
@@ -274,14 +274,14 @@ def test_outcome_knows_how_each_supervisor_has_ended() -> None:
     assert "(group 0: complete, group 1: drained before its end)" in str(found)
 
 
-def test_outcome_command_tells_a_running_job_from_one_that_has_ended() -> None:
+def test_outcome_command_distinguishes_running_and_ended_jobs() -> None:
     url = f"memory://slurm-{uuid.uuid4().hex}"
     command = ["launch", "outcome", "--groups", "1", "--bus", url]
     with open_bus(url) as bus, closing(Claims(bus, lambda: None)) as claims:
         claims.take(["0"], take_over=False)
-        told = CliRunner().invoke(app, command).stdout
-        assert told.startswith("the job has not ended, at step 0 (group 0: not ended by its")
-        assert "drained" not in told and "failed" not in told
+        reported = CliRunner().invoke(app, command).stdout
+        assert reported.startswith("the job has not ended, at step 0 (group 0: not ended by its")
+        assert "drained" not in reported and "failed" not in reported
         claims.status = 0
         claims.close()
         assert "the job has ended: complete" in CliRunner().invoke(app, command).stdout
@@ -417,7 +417,7 @@ def test_spare_node_takes_over_the_group_of_a_lost_node(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("node", "steps"), [("node2", 25), ("node1", 15)])
-def test_lost_node_without_spare_puts_a_job_that_needs_it_back_into_the_queue(
+def test_lost_node_without_spare_requeues_a_job_that_needs_it(
     cluster: SlurmCluster, tmp_path: Path, node: str, steps: int
 ) -> None:
     """Without node1, SLURM lets the job run on without its batch shell (``--no-kill``), and the bus

@@ -53,7 +53,7 @@ def start_spare(script: Path, number: int, fd: int) -> Child:
     return Child("spare", number, 1, Script([str(script)]), env, log, (fd,))
 
 
-def test_a_spare_loads_installed_packages_that_come_first_and_nothing_of_the_users(
+def test_spare_preloads_installed_packages_and_no_user_modules(
     script: Path,
 ) -> None:
     """A user's module may depend on the rank's place, or on what the script does before."""
@@ -68,7 +68,7 @@ print(sorted({{"colorsys", "mimetypes", "ours"}} & {{*sys.modules}}))
     assert done.stdout.strip() == "['colorsys']"
 
 
-def test_a_spare_runs_the_script_as_whom_it_is_told_and_into_that_log(script: Path) -> None:
+def test_spare_runs_the_script_with_the_given_rank_and_log(script: Path) -> None:
     script.write_text("import json, os\nprint('rank', os.environ['RANK'], flush=True)\n")
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -216,7 +216,7 @@ def test_next_spare_is_called_for_a_successor_that_took_no_part(
 @pytest.mark.parametrize(
     ("lost_commits", "mate_commits", "may"), [(1, 1, True), (1, 0, False), (0, 1, False)]
 )
-def test_rank_is_replaced_only_if_it_and_a_mate_have_committed(
+def test_rank_is_replaced_only_after_a_commit_of_rank_and_mate(
     tmp_path: Path, lost_commits: int, mate_commits: int, may: bool
 ) -> None:
     """Without a mate that has committed, no process of the group has a state to go on with."""

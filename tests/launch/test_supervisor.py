@@ -116,7 +116,7 @@ def test_children_get_their_places_and_a_good_end_is_good(
     assert supervised_children() == []
 
 
-def test_a_death_is_told_at_once_and_the_group_starts_again(
+def test_death_is_broadcast_at_once_and_the_group_restarts(
     run_job: StartJob, stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with run_job(groups=2, ranks=2) as job:
@@ -161,7 +161,7 @@ def test_pauses_grow_to_half_a_minute_and_begin_anew_after_progress() -> None:
     assert pauses.next() == 0
 
 
-def test_a_group_that_keeps_dying_is_given_up_with_the_tail_of_its_log(
+def test_group_that_keeps_dying_is_dropped_with_the_tail_of_its_log(
     run_job: StartJob, stage: Stage
 ) -> None:
     with run_job(groups=1, ranks=1, max_restarts=2) as job:
@@ -196,21 +196,21 @@ def test_progress_makes_the_next_death_a_first_one(run_job: StartJob, stage: Sta
         assert job.verdict().ok
 
 
-def test_a_drain_is_told_forwarded_and_ends_well(run_job: StartJob, stage: Stage) -> None:
+def test_drain_is_broadcast_and_forwarded_and_ends_without_error(
+    run_job: StartJob, stage: Stage
+) -> None:
     with run_job(groups=2, ranks=1) as job:
         actors = stage.enter(2)
         job.supervisor.interrupt()
-        told = job.message()
-        assert decode(json.dumps(told).encode()) == Drain(("0", "1"), by="supervisor")
+        reported = job.message()
+        assert decode(json.dumps(reported).encode()) == Drain(("0", "1"), by="supervisor")
         for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
             actor.order("exit 0")
         assert job.verdict().ok
 
 
-def test_a_hang_that_a_child_is_said_to_have_is_passed_on_and_nothing_else(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_reported_hang_of_a_child_is_forwarded_unchanged(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1) as job:
         actors = stage.enter(2)
         actor = actors["1", "0"]
@@ -272,7 +272,7 @@ def test_the_job_has_a_time_limit(run_job: StartJob) -> None:
     assert verdict.lines[0] == "the job had not finished within --timeout 0.5 s"
 
 
-def test_processes_left_by_a_child_end_with_it(run_job: StartJob, stage: Stage) -> None:
+def test_processes_left_by_a_child_end_with_the_child(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=1, ranks=1) as job:
         (actor,) = stage.enter(1).values()
         actor.order("spawn")
@@ -326,7 +326,7 @@ def test_a_plan_that_was_not_finished_is_no_good_end(run_job: StartJob, stage: S
     )
 
 
-def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
+def test_successful_end_names_the_unfired_faults(
     run_job: StartJob, stage: Stage, tmp_path: Path
 ) -> None:
     """The list has planned and commanded faults and those of services; faults that fired are not
@@ -353,13 +353,13 @@ def test_a_good_end_names_the_faults_that_it_does_not_speak_of(
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )
-    told = fired(tmp_path / "run")
-    assert told is not None and told.startswith("3 of 4 faults did not fire")
-    assert verdict.lines[0].partition(": ")[2].split("; ") == told.split("\n  ")[1:]
+    reported = fired(tmp_path / "run")
+    assert reported is not None and reported.startswith("3 of 4 faults did not fire")
+    assert verdict.lines[0].partition(": ")[2].split("; ") == reported.split("\n  ")[1:]
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_an_end_without_state_says_what_is_lost_and_what_to_do(
+def test_end_without_state_names_the_loss_and_the_fix(
     run_job: StartJob, stage: Stage, committed: bool
 ) -> None:
     with run_job(groups=1, ranks=1, max_restarts=0) as job:
@@ -434,9 +434,7 @@ def test_rejoined_group_continues_after_the_others_finish(run_job: StartJob, sta
         assert job.verdict().ok
 
 
-def test_a_job_that_was_asked_to_end_says_after_which_step_it_did(
-    run_job: StartJob, stage: Stage
-) -> None:
+def test_job_asked_to_end_reports_its_last_step(run_job: StartJob, stage: Stage) -> None:
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 7)
         job.supervisor.interrupt()
@@ -463,7 +461,9 @@ def test_interrupt_after_lost_state_fails_the_job(run_job: StartJob, stage: Stag
     assert "started again since step 7 was committed" in verdict.lines[0]
 
 
-def test_group_without_state_restarts_while_others_hold_it(run_job: StartJob, stage: Stage) -> None:
+def test_group_without_state_restarts_while_other_groups_hold_state(
+    run_job: StartJob, stage: Stage
+) -> None:
     with run_job(groups=2, ranks=1, max_restarts=1) as job:
         actors = stage.enter(2)
         trace(job, 1, 0, 1, at_work(7, 1, ["1"]))
@@ -609,30 +609,30 @@ def test_an_eviction_that_cannot_be_is_refused(run_job: StartJob, stage: Stage) 
 
 
 @pytest.mark.parametrize("injectable", [True, False])
-def test_services_are_restarted_only_for_a_job_that_allows_it(
+def test_services_are_restarted_only_for_an_injectable_job(
     run_job: StartJob, stage: Stage, injectable: bool
 ) -> None:
     with run_job(groups=1, ranks=1, injectable=injectable) as job:
         (actor,) = stage.enter(1).values()
         assert actor.env.get("FFT_INJECT") == ("1" if injectable else None)
-        heard: queue.Queue[Any] = queue.Queue()
+        received: queue.Queue[Any] = queue.Queue()
         with JobClient(job.bus_url) as desk, closing(open_bus(job.bus_url)) as bus:
-            bus.subscribe(lambda word: heard.put(json.loads(word)), heard.put, "commands")
+            bus.subscribe(lambda word: received.put(json.loads(word)), received.put, "commands")
             state = desk.job()
             plan = injecting.single(state, "lighthouse_restart", None, {})
-            (said,) = injecting.send(desk, state, plan)
-            assert heard.get(timeout=WAIT_S)["by"] == desk.me
+            (output,) = injecting.send(desk, state, plan)
+            assert received.get(timeout=WAIT_S)["by"] == desk.me
             if injectable:  # announces the fault for the traces of the receivers
-                word = heard.get(timeout=WAIT_S)
+                word = received.get(timeout=WAIT_S)
                 assert (word["by"], word["fault"]) == ("supervisor", plan.faults[0].model_dump())
-        assert said.ok is injectable
+        assert output.ok is injectable
         word = "accepted: armed for step 0" if injectable else "refused: it runs without --inj"
-        assert f"the supervisor {word}" in said.text
+        assert f"the supervisor {word}" in output.text
         actor.order("exit 0")
         assert job.verdict().ok
 
 
-def test_job_without_a_commit_reports_what_it_waits_for(
+def test_job_without_a_commit_reports_the_cause_of_its_wait(
     run_job: StartJob,
     stage: Stage,
     caplog: pytest.LogCaptureFixture,

@@ -17,8 +17,8 @@ LIMIT_S = 60.0
 
 def announced(process: FftRun) -> Path:
     """Return the path of the token that `fft run` or `fft serve` prints."""
-    said = (process.stdout_text + process.stderr_text).split()
-    paths = [word.partition("=")[2] for word in said if word.startswith("FFT_TOKEN_FILE=")]
+    output = (process.stdout_text + process.stderr_text).split()
+    paths = [word.partition("=")[2] for word in output if word.startswith("FFT_TOKEN_FILE=")]
     return Path(paths[0]) if paths else Path("/nowhere")
 
 

@@ -105,7 +105,7 @@ def test_folder_of_a_start_is_the_same_on_all_hosts_and_for_no_other_start(tmp_p
     assert folder_of(tmp_path, "job-a") == tmp_path
 
 
-def test_folder_of_the_next_start_comes_after_all_others_even_if_one_is_empty(
+def test_next_start_folder_follows_all_others_including_empty_ones(
     tmp_path: Path,
 ) -> None:
     for name in ("a.jsonl", "start3/a.jsonl"):
@@ -147,7 +147,7 @@ def script(tmp_path: Path) -> Path:
     return made
 
 
-def test_run_refuses_the_directory_of_a_job_that_runs_and_takes_it_when_that_is_killed(
+def test_run_refuses_a_trace_directory_in_use_until_its_job_is_killed(
     tmp_path: Path, script: Path
 ) -> None:
     traces = tmp_path / "traces"

@@ -151,15 +151,15 @@ def test_a_good_plan_is_read_from_yaml_and_from_json(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_plan_names_file_place_and_mend(
+def test_a_bad_plan_names_file_place_and_fix(
     tmp_path: Path, text: str, place: str, mend: str
 ) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_plan(path, groups=2, ranks=2)
-    said = str(caught.value)
-    assert said.startswith(f"{path}: ") and place in said and mend in said, said
-    assert "\n" not in said
+    output = str(caught.value)
+    assert output.startswith(f"{path}: ") and place in output and mend in output, output
+    assert "\n" not in output
 
 
 def test_a_plan_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
@@ -173,16 +173,16 @@ RAISE = {"name": "x", "kind": "exception", "step": 3, "group": 0, "rank": 0, "ph
 
 
 def test_an_exception_fires_at_its_step_and_phase_once_per_job() -> None:
-    claims, told = Claims(), []
-    one = injector(plan_of(RAISE), claims, on_inject=told.append)
+    claims, reported = Claims(), []
+    one = injector(plan_of(RAISE), claims, on_inject=reported.append)
     one.begin(2, 1, 0)
     one.at("vote")
     one.begin(4, 1, 0)  # the first txn at or after step 3
     one.at("forward")
     with pytest.raises(InjectedFault) as caught:
         one.at("vote")
-    assert told == [caught.value]
-    assert (told[0].name, told[0].kind, told[0].phase, told[0].step) == (
+    assert reported == [caught.value]
+    assert (reported[0].name, reported[0].kind, reported[0].phase, reported[0].step) == (
         "x",
         "exception",
         "vote",
@@ -191,10 +191,10 @@ def test_an_exception_fires_at_its_step_and_phase_once_per_job() -> None:
     one.at("vote")
     one.begin(4, 1, 0)  # retried
     one.at("vote")
-    again = injector(plan_of(RAISE), claims, on_inject=told.append)  # the process was restarted
+    again = injector(plan_of(RAISE), claims, on_inject=reported.append)  # the process was restarted
     again.begin(5, 1, 0)
     again.at("vote")
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_others_are_left_alone() -> None:
@@ -218,9 +218,9 @@ def test_conditions_delay_a_fault() -> None:
 
 
 def test_a_one_sided_fault_hits_one_rank_once() -> None:
-    claims, told = Claims(), []
+    claims, reported = Claims(), []
     plan = plan_of({"name": "x", "kind": "one_sided", "step": 3, "group": 0})
-    both = [injector(plan, claims, rank=rank, on_inject=told.append) for rank in (0, 1)]
+    both = [injector(plan, claims, rank=rank, on_inject=reported.append) for rank in (0, 1)]
     for one in both:
         one.begin(3, 1, 0)
         one.at("after_allreduce")  # a one-sided fault does not occur here
@@ -228,7 +228,7 @@ def test_a_one_sided_fault_hits_one_rank_once() -> None:
     for one in both:  # the replay
         one.begin(3, 1, 0)
     assert not any(one.fails_after_allreduce() for one in both)
-    assert [fault.kind for fault in told] == ["one_sided"]
+    assert [fault.kind for fault in reported] == ["one_sided"]
 
 
 def test_drain_reaches_every_rank_of_the_group_at_the_vote_once(drained: list[int]) -> None:

@@ -64,7 +64,7 @@ def test_a_record_without_members_needs_no_list() -> None:
     assert here.whole(packed) == COMMIT
 
 
-def test_a_list_is_read_once_for_all_records_that_have_it() -> None:
+def test_member_list_is_read_once_for_all_records_with_that_list() -> None:
     there, here = Wire(), Wire()
     first, second = epoch(), epoch(number=4, n=9, by=Peer("1", 1, 2))
     packed = decode(there.encode(Decision(first)))
@@ -77,7 +77,7 @@ def test_a_list_is_read_once_for_all_records_that_have_it() -> None:
     assert here.whole(there.pack(epoch(3))) is None
 
 
-def test_the_announcement_is_what_lies_in_the_register() -> None:
+def test_announcement_has_the_encoding_of_the_register_record() -> None:
     wire = Wire()
     assert wire.encode(Decision(epoch())) == wire.encode_record(epoch())
     assert decode_packed(wire.encode_record(epoch())) == wire.pack(epoch())
@@ -115,7 +115,7 @@ def bomb() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "expected"),
     [
         (None, "is empty"),
         (b"", "truncated"),
@@ -126,9 +126,9 @@ def bomb() -> bytes:
         (bomb(), "unpacks to more than"),
     ],
 )
-def test_a_list_that_is_not_the_named_one_is_refused(data: bytes | None, says: str) -> None:
+def test_mismatched_member_list_is_refused(data: bytes | None, expected: str) -> None:
     packed = Wire().pack(epoch(2))
-    with pytest.raises(MissingList, match=says) as caught:
+    with pytest.raises(MissingList, match=expected) as caught:
         Wire().complete(packed, data)
     assert list_name(epoch(2)) in str(caught.value)
 
@@ -173,7 +173,7 @@ def test_votes_come_back_as_they_were_cast(cast: list[Vote]) -> None:
     assert encode_votes(again) == encode_votes(decode_votes(encode_votes(again)))
 
 
-def test_equal_manifests_are_said_once() -> None:
+def test_equal_manifests_are_encoded_once() -> None:
     manifest = Manifest(100, 1 << 30, "0123456789abcdef")
     group = [Vote(Peer("12", rank, 1), manifest) for rank in range(8)]
     together = len(encode_votes(group))

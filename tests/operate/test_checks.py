@@ -84,7 +84,7 @@ def meeting(listening: Listening, other: Any, within: float = LIMIT_S) -> Outcom
     return outcome
 
 
-def test_both_sides_of_a_good_meeting_say_so(listening: Listening) -> None:
+def test_both_sides_of_a_successful_check_report_success(listening: Listening) -> None:
     there: list[Outcome] = []
     meet = lambda: there.append(connect(listening.address, KEY, in_time(), CheckSockets()))  # noqa: E731
     assert meeting(listening, meet).ok and there[0].ok
@@ -102,12 +102,12 @@ def test_a_stranger_is_turned_away_and_the_partner_still_waited_for(listening: L
     assert [outcome.ok for outcome in there] == [False, True]
 
 
-def test_nobody_comes(listening: Listening) -> None:
+def test_listener_without_a_peer_times_out(listening: Listening) -> None:
     outcome = listening.run(time.monotonic() + 0.2)
     assert outcome.ok is False and outcome.text == "no peer connected in time"
 
 
-def test_nobody_listens(listening: Listening) -> None:
+def test_connect_without_a_listener_is_refused(listening: Listening) -> None:
     listening.close()
     outcome = connect(listening.address, KEY, in_time(), CheckSockets())
     assert outcome.ok is False and "refused" in outcome.text

@@ -149,7 +149,7 @@ def test_one_that_holds_the_state_keeps_the_job(url: str, stack: ExitStack) -> N
     job.train(4)
 
 
-def test_a_child_of_fft_run_is_in_the_start_that_it_was_told(url: str, stack: ExitStack) -> None:
+def test_child_of_fft_run_enters_the_start_from_its_environment(url: str, stack: ExitStack) -> None:
     old = job_at(enter(url, TOKEN), stack)
     old.train(1)
     for member in old.members:
@@ -168,7 +168,7 @@ def test_after_the_last_step_only_a_new_process_begins_a_job(
     assert enter(url, TOKEN, env={"TORCHELASTIC_RESTART_COUNT": "0"}).number == 2
 
 
-def test_a_process_that_is_started_again_begins_a_job_in_the_place_of_one_that_broke_off(
+def test_restarted_process_begins_a_new_start_of_an_incomplete_job(
     url: str, stack: ExitStack
 ) -> None:
     """A restarted process is too late only after the last step; this job lacks steps."""
@@ -211,7 +211,7 @@ def _of(*ranks: tuple[str, int]) -> JobState:
     return JobState(record, record)
 
 
-def test_the_processes_are_gone_only_if_all_were_here_and_none_is_there() -> None:
+def test_processes_are_gone_only_if_all_are_local_and_none_runs() -> None:
     """A participant that may live on another host, or on this one, is asked for longer."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)

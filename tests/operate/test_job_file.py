@@ -126,8 +126,8 @@ def test_host_that_joins_renews_the_file_only_for_a_new_bus(tmp_path: Path) -> N
 
 def test_killed_supervisor_is_reported(tmp_path: Path) -> None:
     started(tmp_path)
-    told = json.loads((tmp_path / NAME).read_text())
-    (tmp_path / NAME).write_text(json.dumps({**told, "pid": 2**22 + 1}))
+    content = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**content, "pid": 2**22 + 1}))
     job = JobFile.read(tmp_path)
     assert job is not None and "was killed" in str(job.how_it_ended())
 

@@ -138,14 +138,14 @@ def test_figures_of_a_running_job_equal_those_of_its_report(job: LiveJob) -> Non
 
 
 @pytest.fixture
-def said() -> list[str]:
+def reports() -> list[str]:
     return []
 
 
 @pytest.fixture
-def process(said: list[str]) -> Iterator[MetricsProcess]:
+def process(reports: list[str]) -> Iterator[MetricsProcess]:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    with closing(MetricsProcess("0", said.append)) as process:
+    with closing(MetricsProcess("0", reports.append)) as process:
         yield process
 
 
@@ -240,22 +240,22 @@ def test_a_crowded_address_displaces_its_own_oldest_connection() -> None:
         assert [waiting.leave(one) for one in mine] == [True, False, False, True, True]
 
 
-def test_metrics_process_that_dies_is_reported(process: MetricsProcess, said: list[str]) -> None:
+def test_metrics_process_that_dies_is_reported(process: MetricsProcess, reports: list[str]) -> None:
     os.kill(process._process.pid, signal.SIGKILL)
-    wait_until(lambda: bool(said), "its end is reported", WAIT_S)
-    assert "has ended with status -9; the job goes on" in said[0]
+    wait_until(lambda: bool(reports), "its end is reported", WAIT_S)
+    assert "has ended with status -9; the job goes on" in reports[0]
     process.follow(Path())
 
 
 def test_metrics_process_ignores_signals_and_ends_quietly(
-    process: MetricsProcess, said: list[str]
+    process: MetricsProcess, reports: list[str]
 ) -> None:
     text_at(process.url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(process._process.pid, number)
     text_at(process.url)
     process.close()
-    assert process._process.returncode == 0 and not said
+    assert process._process.returncode == 0 and not reports
 
 
 @pytest.mark.parametrize("address", ["", "x", "70000", "localhost:"])

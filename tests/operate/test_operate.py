@@ -150,7 +150,7 @@ def test_allowed_messages_reach_the_core_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("{", "here: not JSON"),
         ('{"groups": ["1"]}', "here: type: needs one of death, suspect, drain"),
@@ -163,10 +163,10 @@ def test_allowed_messages_reach_the_core_unchanged() -> None:
         (" " * (1024 * 1024 + 1), "here: 1048577 bytes; a message has at most 1048576"),
     ],
 )
-def test_malformed_message_is_refused_with_place_and_fix(text: str, says: str) -> None:
+def test_malformed_message_is_refused_with_place_and_fix(text: str, expected: str) -> None:
     with pytest.raises(OperatorError) as caught:
         say.checked(text.encode(), "here")
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(expected)
 
 
 def about(kind: str, **what: Any) -> bytes:
@@ -181,13 +181,13 @@ def about(kind: str, **what: Any) -> bytes:
     ("what", "place"), [({"rank": -1}, "rank"), ({"pid": -5}, "pid"), ({"pid": 0}, "pid")]
 )
 @pytest.mark.parametrize("kind", ["death", "suspect"])
-def test_nobody_is_at_such_a_place(kind: str, what: dict[str, int], place: str) -> None:
+def test_out_of_range_place_is_refused(kind: str, what: dict[str, int], place: str) -> None:
     with pytest.raises(OperatorError, match=f"here: {kind}.{place}: Input should be greater"):
         say.checked(about(kind, **what), "here")
 
 
 @pytest.mark.parametrize(
-    ("payload", "says"),
+    ("payload", "expected"),
     [
         (about("drain", groups=["1", "7"], by="me"), "no group '7' in the job; its groups: 0, 1"),
         (about("death", group="7"), "no group '7'"),
@@ -197,23 +197,23 @@ def test_nobody_is_at_such_a_place(kind: str, what: dict[str, int], place: str) 
     ],
 )
 def test_message_about_an_unknown_peer_is_not_sent(
-    stack: ExitStack, memory: str, payload: bytes, says: str
+    stack: ExitStack, memory: str, payload: bytes, expected: str
 ) -> None:
     EngineJob(stack, memory, 2, 2).start().train(1)
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with JobClient(memory) as desk:
         checked, topic = say.checked(payload, "here"), say.topic_of(payload)
 
         def hear(word: bytes) -> None:
             if word == checked:  # the ranks have their own messages
-                heard.put(word)
+                received.put(word)
 
         desk.bus.subscribe(hear, lambda error: None, topic)
-        with pytest.raises(OperatorError, match=says):
+        with pytest.raises(OperatorError, match=expected):
             say.send(desk, checked)
         assert say.send(desk, checked, raw=True) == ""
-        assert heard.get(timeout=LIMIT_S) == checked
-        assert heard.empty(), "it was said twice"
+        assert received.get(timeout=LIMIT_S) == checked
+        assert received.empty(), "it was said twice"
 
 
 def test_a_death_of_another_process_at_that_place_is_remarked(
@@ -221,14 +221,16 @@ def test_a_death_of_another_process_at_that_place_is_remarked(
 ) -> None:
     EngineJob(stack, memory, 2, 2).start().train(1)
     with JobClient(memory) as desk:
-        said = say.send(desk, say.checked(about("suspect", pid=4711), "here"))
-        assert said.startswith("rank 0 of group 1 is pid 1000 on host-1 now, not 4711 on host-1")
+        output = say.send(desk, say.checked(about("suspect", pid=4711), "here"))
+        assert output.startswith("rank 0 of group 1 is pid 1000 on host-1 now, not 4711 on host-1")
         assert say.send(desk, say.checked(about("suspect"), "here")) == ""
 
 
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
-def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: bool) -> None:
+def test_command_without_the_job_token_is_not_sent(
+    stack: ExitStack, begun: bool, raw: bool
+) -> None:
     """The job would not obey.
 
     With ``begun`` there is a head record; otherwise only heartbeats have come.
@@ -248,7 +250,7 @@ def test_without_the_token_nothing_is_said(stack: ExitStack, begun: bool, raw: b
         assert ("no job has begun" in say.send(desk, payload, raw)) is not (begun or raw)
 
 
-def test_the_schema_describes_what_is_accepted() -> None:
+def test_schema_describes_the_accepted_messages() -> None:
     schema = say.schema()
     kinds = {"#/$defs/" + name for name in schema["$defs"]}
     assert {one["$ref"] for one in schema["oneOf"]} <= kinds
@@ -259,7 +261,7 @@ def test_the_schema_describes_what_is_accepted() -> None:
 # --- leaving ---------------------------------------------------------------------------
 
 
-def test_a_drained_group_leaves_and_nobody_rolls_back(stack: ExitStack, url: str) -> None:
+def test_drained_group_leaves_without_a_rollback(stack: ExitStack, url: str) -> None:
     job = EngineJob(stack, url, 2, 1).start()
     job.train(2)
     for member in job.members:
@@ -302,7 +304,7 @@ def test_a_group_that_is_not_there_is_answered_with_those_that_are(
         drain.drain(desk, ["0", "7"], wait=1)
 
 
-def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, memory: str) -> None:
+def test_drain_that_cannot_end_names_the_obstacle(stack: ExitStack, memory: str) -> None:
     job = EngineJob(stack, memory, 2, 1).start()
     job.train(2)  # no rank trains afterwards
     with JobClient(memory) as desk, pytest.raises(OperatorError) as caught:
@@ -315,19 +317,19 @@ def test_a_drain_that_cannot_end_says_what_stands_in_its_way(stack: ExitStack, m
 @contextmanager
 def supervisor(url: str, *verdicts: tuple[str, str]) -> Iterator[queue.Queue[Evict]]:
     """Run a supervisor that answers every eviction with these words."""
-    heard: queue.Queue[Evict] = queue.Queue()
+    received: queue.Queue[Evict] = queue.Queue()
 
     def hear(payload: bytes) -> None:
         word = decode_command(payload)
         if isinstance(word, Evict):
-            heard.put(word)
+            received.put(word)
             for verdict, text in verdicts:
                 answer: Any = Answer(word.id, "the supervisor", verdict, text)  # type: ignore[arg-type]
                 bus.send(answer_inbox(word.id), encode_answer(answer))
 
     with open_bus(url) as bus:
         bus.subscribe(hear, lambda error: None, "commands")
-        yield heard
+        yield received
 
 
 def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> None:
@@ -335,13 +337,13 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
     job.train(2)
     accepted: list[str] = []
     with (
-        supervisor(url, ("accepted", "ending"), ("done", "ended")) as heard,
+        supervisor(url, ("accepted", "ending"), ("done", "ended")) as caught,
         JobClient(url) as desk,
     ):
         done = drain.evict(desk, "2", restart=True, grace=1.5, on_accepted=accepted.append)
     assert accepted == ["the supervisor: ending"] and done.done == "ended"
     assert done.told_dead == ("2/0: pid 1000 on host-2",)
-    command = heard.get(timeout=LIMIT_S)
+    command = caught.get(timeout=LIMIT_S)
     assert (command.group, command.rank, command.grace, command.restart) == ("2", None, 1.5, True)
     wait_until(
         lambda: (
@@ -360,7 +362,7 @@ def test_an_evicted_group_is_left_out_at_once(stack: ExitStack, url: str) -> Non
         bus.delete(answer_inbox(command.id))
 
 
-def test_a_refusal_and_a_silence_are_said(
+def test_refused_and_unanswered_evictions_are_reported(
     stack: ExitStack, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = EngineJob(stack, memory, 2, 1).start()
@@ -382,8 +384,8 @@ def test_a_refusal_and_a_silence_are_said(
         assert "end it by hand" in evict(desk, "0")
         holder = Holder(fresh_id(), "box", 7, free=True)
         desk.bus.write(holder_register("1"), encode_holder(holder))
-        told = evict(desk, "1")
-        assert "the fft run with pid 7 on box has ended, and has released group 1" in told
+        reported = evict(desk, "1")
+        assert "the fft run with pid 7 on box has ended, and has released group 1" in reported
         desk.bus.write(holder_register("1"), encode_holder(replace(holder, free=False)))
         assert "holds group 1, and may have stopped or been cut off" in evict(desk, "1")
 
@@ -509,7 +511,7 @@ def test_a_terminal_shows_groups_speed_commands_and_a_lost_bus(
     assert "trying again: gone for a walk" in file.getvalue()
 
 
-def test_a_bus_that_goes_away_is_said_and_tried_again() -> None:
+def test_lost_bus_is_reported_and_retried() -> None:
     server = serve_tcp(job="mine")
     port = int(server.url.rpartition(":")[2].partition("/")[0])
     with watching(server.url) as (watch, lines):
@@ -551,11 +553,11 @@ def test_stage_scopes_show_which_scope_holds_another() -> None:
     file = io.StringIO()
     Console(file=file, width=140).print(render(watch, "memory://x", 1.0))
     assert "scope stage1: step 4" in file.getvalue()
-    told = (
+    expected = (
         "group 1 rank 0 is held: step 6 waits until scope stage1 has taken 4 slices of the data; "
         "it has taken 3"
     )
-    assert told in file.getvalue()
+    assert expected in file.getvalue()
     line = event_of(held)
     assert line is not None
     assert (line["event"], line["needed"]) == ("held", 4)

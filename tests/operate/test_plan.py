@@ -64,7 +64,7 @@ def named(verdict: Diagnosis) -> set[Place]:
 
 
 @pytest.mark.parametrize("count", range(2, 8))
-def test_the_bad_are_named_and_nobody_else(count: int) -> None:
+def test_only_bad_ranks_are_named(count: int) -> None:
     """This covers every set of bad ranks that leaves three sound ones; with fewer, no sound rank is
     named."""
     ranks = places(count)
@@ -91,7 +91,7 @@ def test_few_bad_among_many_take_few_rounds(count: int, data: st.DataObject) -> 
 
 @given(st.integers(3, 24), st.data())
 @settings(deadline=None, max_examples=60)
-def test_the_slow_are_told_from_the_failed(count: int, data: st.DataObject) -> None:
+def test_slow_ranks_are_distinguished_from_failed_ones(count: int, data: st.DataObject) -> None:
     ranks = places(count)
     slow = data.draw(st.sampled_from(ranks))
     jitter = data.draw(st.lists(st.floats(0.05, 0.14), min_size=count, max_size=count))
@@ -115,7 +115,7 @@ def test_a_broken_link_is_no_broken_rank(count: int, data: st.DataObject) -> Non
         assert "the connection between these two" in " ".join(verdict.notes)
 
 
-def test_two_ranks_cannot_tell_which_side_it_is_but_rollbacks_can() -> None:
+def test_two_ranks_are_undecided_without_a_history_of_rollbacks() -> None:
     ranks = [("0", 0), ("1", 0)]
     findings = played(ranks, fails(("1", 0)))
     verdict = judge(ranks, findings)
@@ -143,13 +143,13 @@ def test_failure_on_every_rank_blames_none() -> None:
     assert not verdict.culprits and "compute failed on every rank" in verdict.notes[0]
 
 
-def test_a_check_that_could_not_be_made_accuses_nobody() -> None:
+def test_check_that_could_not_run_accuses_no_rank() -> None:
     ranks = places(4)
     findings = Findings(alone={ranks[1]: {"memory": Outcome(None, 0.0, "no room")}})
     assert not judge(ranks, played(ranks, fails(), findings)).culprits
 
 
-def test_silent_rank_is_the_suspect_unless_all_are_silent_or_it_left() -> None:
+def test_silent_rank_is_suspected_unless_all_are_silent_or_it_left() -> None:
     ranks = places(3)
     silent = Findings(silent={ranks[2]: "does not answer"})
     (culprit,) = judge(ranks, played(ranks, fails(), silent)).culprits
@@ -210,7 +210,7 @@ def test_records_count_once_in_any_order(order: list[int], again: list[int]) -> 
     assert named_by_all(history.run, 4) is None
 
 
-def test_nobody_is_blamed_for_a_step_that_the_user_skips() -> None:
+def test_step_that_the_user_skips_is_blamed_on_no_rank() -> None:
     history = History()
     for n in range(3):
         history.take(record(n, "abort", 4, Peer("1", 0, 2)))
@@ -233,7 +233,7 @@ def test_invalid_records_are_skipped() -> None:
     assert [(one.by, one.named) for one in history.run] == [("?/0#0", frozenset())] * 4
 
 
-def test_open_rollbacks_name_no_rank_and_do_not_clear_one_that_is_named_twice() -> None:
+def test_open_rollbacks_neither_name_a_rank_nor_clear_one_named_twice() -> None:
     """Gradients that differed without a majority say that one of two replicas is wrong."""
     named, unclear = rollback(1, 4, ("1", 0)), Rollback(0, 4, "1/0#1", "", frozenset(), True)
     assert named_by_all([unclear, named, named], 3) == ("1", 0)
@@ -246,7 +246,7 @@ def test_open_rollbacks_name_no_rank_and_do_not_clear_one_that_is_named_twice() 
     assert [one.is_open for one in history.run] == [True, False, True]
 
 
-def test_rank_is_named_only_after_it_failed_with_two_sound_ranks() -> None:
+def test_rank_is_named_only_after_failing_with_two_sound_ranks() -> None:
     ranks = places(5)
     bad, sound = ranks[0], ranks[1:]
     good = [Meeting(1, (one, other), True, 0.1) for one, other in combinations(sound, 2)]

@@ -88,7 +88,7 @@ def grave(report: Report) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.multiprocess
-def test_nobody_is_named_where_all_is_well(job: Job) -> None:
+def test_healthy_job_has_no_named_rank(job: Job) -> None:
     report = job.diagnose({})
     assert not grave(report), report.lines()
     assert len(report.findings.alone) == GROUPS
@@ -168,6 +168,6 @@ def test_one_check_at_a_time(job: Job) -> None:
         assert next(answers(time.monotonic() + LIMIT_S)).verdict == "done"
 
 
-def test_a_bus_without_a_job_is_said() -> None:
+def test_bus_without_a_job_is_reported() -> None:
     done = CliRunner().invoke(app, ["diagnose", "--bus", "memory://nobody-here"])
     assert done.exit_code == 2 and "no epoch of a job" in done.output

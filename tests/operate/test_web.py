@@ -273,10 +273,10 @@ def test_page_shows_a_killed_group_its_return_and_the_end(tmp_path: Path) -> Non
         assert all(row["hosts"] == [socket.gethostname()] for row in hurt["groups"])
         assert any(figure.startswith("goodput") for figure in hurt["figures"])
         assert 0 <= hurt["since_commit"] < LIMIT_S and not hurt["is_older"]
-        told = page.until(
+        reported = page.until(
             lambda s: s["faults"][0]["cost"] and not s["faults"][0]["is_open"], "cost"
         )
-        assert re.search(r"\d+ m?s lost", told["faults"][0]["cost"])
+        assert re.search(r"\d+ m?s lost", reported["faults"][0]["cost"])
         page.until(
             lambda s: is_training(s) and any("came back" in c["text"] for c in s["changes"]), "back"
         )

@@ -309,7 +309,7 @@ def test_excluded_group_without_a_missed_decision_keeps_its_state() -> None:
 
 
 @pytest.mark.parametrize("name", LIVES)
-def test_a_row_that_no_search_takes_does_what_it_says(name: str) -> None:
+def test_row_outside_of_every_search_takes_effect(name: str) -> None:
     LIVES[name]()
 
 
@@ -472,7 +472,7 @@ def test_missed_record_does_not_count_steps_twice() -> None:
 # --- leaving --------------------------------------------------------------------------------------
 
 
-def test_nobody_leaves_with_the_only_copy_of_the_newest_state() -> None:
+def test_groups_with_the_only_copy_of_the_newest_state_do_not_leave() -> None:
     job = synchronising("0", "1")
     job.step()
     job.drain("0", "1")
@@ -523,7 +523,7 @@ def test_asking_group_counts_itself_although_its_message_is_lost() -> None:
     assert node.local.hellos["0", 0].lease == node.local.lease
 
 
-def test_an_older_word_does_not_hide_a_newer_one() -> None:
+def test_older_hello_does_not_replace_a_newer_one() -> None:
     """Its state has been lost since; the message from before arrives late."""
     job = apart()
     node, other = job.node("0"), job.node("1")
@@ -547,7 +547,7 @@ def test_a_rank_leaves_with_its_mate() -> None:
     assert node.finished is not None and node.finished.error is None
 
 
-def test_a_mate_that_is_silent_while_the_job_goes_on_does_not_count_as_asking() -> None:
+def test_mate_silent_while_the_job_goes_on_is_not_counted_as_asking() -> None:
     job, node, mate = _shards()
     job.post(node, Synchronise())
     job.post(mate, Synchronise())

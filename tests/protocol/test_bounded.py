@@ -86,7 +86,7 @@ def _weighted(record: Record) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step", "doctor", "says"),
+    ("kind", "step", "doctor", "expected"),
     [
         ("epoch", 1, _fewer, "is formed by no majority of the job"),
         ("epoch", 1, _tighter, "leaves a group more than 1 steps behind"),
@@ -96,11 +96,11 @@ def _weighted(record: Record) -> Record:
         ("commit", 2, _moved, "does not go on with the job's groups before it"),
     ],
 )
-def test_a_doctored_record_is_found_and_told(
-    kind: str, step: int, doctor: Doctor, says: str
+def test_doctored_record_is_found_and_reported(
+    kind: str, step: int, doctor: Doctor, expected: str
 ) -> None:
-    (told,) = found(doctored(kind, step, doctor))
-    assert says in told
+    (reported,) = found(doctored(kind, step, doctor))
+    assert expected in reported
 
 
 def test_the_life_that_is_doctored_is_clean() -> None:

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "causes.md"
 ME = Peer("1", 0, 3)
 
 
-def test_page_documents_every_code_and_whom_it_accuses() -> None:
+def test_causes_page_documents_every_code_and_the_accused() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     assert [code for code, _ in rows] == [code.value for code in CauseCode]
     of_proposer = {code for code, accused in rows if accused == "this rank"}

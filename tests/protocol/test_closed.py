@@ -15,7 +15,7 @@ from fft.operate.entering import closing
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("seed", range(60))
-def test_nobody_goes_on_in_a_closed_job_whatever_it_was_at(seed: int, is_heard: bool) -> None:
+def test_all_participants_end_in_a_closed_job_from_any_state(seed: int, is_heard: bool) -> None:
     rng = random.Random(seed)
     job = Job(rng.choice([2, 3]), rng.choice([1, 2])).until_running()
     wander(job, rng, rng.choice([20, 100, 300]))

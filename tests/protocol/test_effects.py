@@ -78,7 +78,7 @@ def test_branches_in_effects_are_data_with_a_reason() -> None:
         "while s.proposed: s.proposed = False",
     ],
 )
-def test_whatever_chooses_is_found(body: str) -> None:
+def test_conditional_effect_is_found(body: str) -> None:
     head, colon, case = body.partition(": case")
     lines = f"{head}:\n        case{case}" if colon else body
     assert list(choosing(f"def act(s, c, event):\n    {lines}\n")) == ["act"]

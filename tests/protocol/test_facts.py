@@ -23,7 +23,7 @@ def test_numbers_are_a_set(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_that_come_nearly_in_order_are_counted_with_few_of_them_kept(seed: int) -> None:
+def test_nearly_ordered_numbers_are_counted_with_few_kept(seed: int) -> None:
     dice, numbers, known = random.Random(seed), Numbers(runs=16), set[int]()
     for at in range(0, 3000, 2):
         number = max(0, at - 2 * dice.randrange(8))

@@ -24,11 +24,11 @@ def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
     return ScopeRecord(scope, n, cursor, groups, len(groups))
 
 
-def job_of(flow: tuple[Elsewhere, ...], *heard: ScopeRecord) -> Job:
+def job_of(flow: tuple[Elsewhere, ...], *received: ScopeRecord) -> Job:
     """Return a job of two groups whose first epoch has formed."""
     job = Job(2, spec=SPEC, flow=flow)
     job.settle()
-    hear(job, *heard)
+    hear(job, *received)
     return job
 
 
@@ -64,7 +64,7 @@ def skip(job: Job) -> None:
     job.settle()
 
 
-def test_follower_takes_only_what_was_taken_before() -> None:
+def test_follower_takes_only_slices_that_were_taken_before() -> None:
     job = job_of(FOLLOWS)
     assert states(job) == {"NORMAL.held"}
     hear(job, at("stage0", 2, 3, *BOTH))
@@ -84,8 +84,8 @@ def test_leader_is_held_at_its_bound() -> None:
     assert states(job) == {"NORMAL.held"}
     job.fire("flow_interval")
     job.settle()
-    told = job.held[0]
-    assert (told.step, told.scope, told.cursor, told.needed) == (2, "stage1", 0, 1)
+    held = job.held[0]
+    assert (held.step, held.scope, held.cursor, held.needed) == (2, "stage1", 0, 1)
     assert_sound(job)
 
 
@@ -100,7 +100,7 @@ def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
     assert_sound(job)
 
 
-def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
+def test_next_stage_counts_as_one_group_before_its_begin() -> None:
     """It has one group at least.
 
     This lets the first stage bring all its groups to the job's weights.
@@ -115,7 +115,7 @@ def test_before_the_next_stage_has_begun_it_counts_as_one_group() -> None:
     assert_sound(job)
 
 
-def test_the_bound_is_of_txns_of_the_next_stage_and_what_it_allowed_stays_allowed() -> None:
+def test_flow_bound_counts_txns_of_the_next_stage_without_withdrawal() -> None:
     job = job_of(LEADS, at("stage1", 1, 0, "0", "1", "2"))
     for _ in range(3):
         job.step()
@@ -140,7 +140,7 @@ def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
     assert_sound(leads)
 
 
-def test_a_record_that_was_not_heard_is_read() -> None:
+def test_missed_record_is_read_from_the_register() -> None:
     job = job_of(FOLLOWS)
     job.scopes["stage0"] = at("stage0", 2, 2, *BOTH)
     job.fire("flow_interval")

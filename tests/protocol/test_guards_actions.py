@@ -126,7 +126,7 @@ def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
     ["votes_yes", "tally_commits", "tally_aborts", "superseded", "decided_commit", "decided_abort",
      "epoch_ends", "i_leave", "epoch_with_me", "moved_on", "settled_commit", "has_history"],
 )  # fmt: skip
-def test_a_guard_about_an_event_says_no_to_all_others(name: str) -> None:
+def test_guard_on_an_event_rejects_all_other_events(name: str) -> None:
     _, node = running()
     own = {
         "votes_yes": Prepared, "tally_commits": Ballot, "tally_aborts": Ballot, "superseded": Join,
@@ -161,16 +161,16 @@ def test_drain_request_survives_later_events() -> None:
     assert asked(mine, c, Start())
 
 
-def test_the_writer_of_the_head_answers_joiners_and_everybody_where_it_is_gone() -> None:
+def test_joiner_is_answered_by_the_head_writer_or_by_all_without_it() -> None:
     job, node = running()
     assert job.head is not None
     answers, c = GUARDS["answers_joiners"], node.participant.config
-    said = [answers(n.local, n.participant.config, Join(HELLO)) for n in job.live()]
-    assert sorted(said) == [False, True], "one answer is enough"
+    answered = [answers(n.local, n.participant.config, Join(HELLO)) for n in job.live()]
+    assert sorted(answered) == [False, True], "one answer is enough"
     by = {"me": c.me, "the other": Peer("1", 0, 1), "a member of an older epoch": Peer("2", 0, 1)}
     heads = {who: replace(job.head, by=peer) for who, peer in by.items()}
-    says = {w: answers(replace(node.local, head=h), c, Join(HELLO)) for w, h in heads.items()}
-    assert says == {"me": True, "the other": False, "a member of an older epoch": True}
+    expected = {w: answers(replace(node.local, head=h), c, Join(HELLO)) for w, h in heads.items()}
+    assert expected == {"me": True, "the other": False, "a member of an older epoch": True}
     assert not answers(replace(node.local, head=None), c, Join(HELLO))
 
 
@@ -178,11 +178,11 @@ def test_unwinding_acknowledgement_is_remembered() -> None:
     """Only its own message counts, not that of an earlier process with the same identity."""
     _, node = running()
     unwinding, c = GUARDS["said_unwinding"], node.participant.config
-    said = node.local.hellos["0", 0]
+    known = node.local.hellos["0", 0]
     words = {
-        "not unwinding": said,
-        "unwinding": replace(said, unwinding=True),
-        "the process before": replace(said, unwinding=True, peer=c.me._replace(inc=0)),
+        "not unwinding": known,
+        "unwinding": replace(known, unwinding=True),
+        "the process before": replace(known, unwinding=True, peer=c.me._replace(inc=0)),
     }
     found = {
         word: unwinding(replace(node.local, hellos={("0", 0): h}), c, Restored(Token(1, 1)))
@@ -224,7 +224,7 @@ def test_an_answer_of_the_main_thread_that_comes_late_is_fenced(name: str) -> No
 
 
 @pytest.mark.parametrize("word", [Join(HELLO), Ack(HELLO, Token(9, 1)), Ready(HELLO.peer, 9)])
-def test_a_participant_that_has_ended_does_not_come_back_under_its_incarnation(word: Event) -> None:
+def test_ended_participant_is_fenced_under_its_incarnation(word: Event) -> None:
     job, node = running(3)
     job.kill_group("1")
     job.deliver(node)
@@ -255,7 +255,7 @@ def changed(edit) -> Participant:  # type: ignore[no-untyped-def]
     return Participant(Table(spec), Job(2).node("0").participant.config)
 
 
-def test_an_exit_row_that_never_settles_is_named_instead_of_running_for_ever() -> None:
+def test_exit_row_that_never_settles_is_named_instead_of_looping() -> None:
     def edit(data):  # type: ignore[no-untyped-def]
         data["states"]["INIT"]["exit"].append({"guard": ["not_paused"], "effects": []})
 
@@ -291,7 +291,7 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
 # --- what only teaching specs do ------------------------------------------------------------------
 
 
-def test_decisions_that_are_told_and_not_written_hold_while_nothing_is_lost() -> None:
+def test_broadcast_decisions_without_a_register_write_hold() -> None:
     """The register holds epochs only, each the successor of the one before."""
     job = Job(2, spec=load_spec("plain_votes")).until_running()
     a, _ = job.live()
@@ -334,10 +334,10 @@ def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> 
     assert here.epoch is not None
     here = replace(here, epoch=replace(here.epoch, n=5))
     assert here.epoch is not None
-    told = replace(here.hellos["1", 0], head=here.epoch.n + ahead)
-    asks = GUARDS["asks_to_come_in"](here, other.participant.config, Join(told))
+    later_hello = replace(here.hellos["1", 0], head=here.epoch.n + ahead)
+    asks = GUARDS["asks_to_come_in"](here, other.participant.config, Join(later_hello))
     assert asks == (ahead >= 0)
-    stranger = replace(told, peer=Peer("9", 0, 1))
+    stranger = replace(later_hello, peer=Peer("9", 0, 1))
     assert GUARDS["asks_to_come_in"](here, other.participant.config, Join(stranger))
 
 
@@ -354,7 +354,7 @@ def test_member_that_knows_the_epochs_record_and_asks_is_outside(ahead: int) -> 
         ([("a", True), ("a", False)], []),  # the gradients are equal
     ],
 )
-def test_gradients_that_differ_accuse_only_a_rank_that_changed_them_beside_one_that_did_not(
+def test_differing_gradients_accuse_only_a_rank_that_changed_its_own(
     attempts: list[tuple[str, bool | None]], accused: list[str]
 ) -> None:
     votes = [
@@ -366,7 +366,7 @@ def test_gradients_that_differ_accuse_only_a_rank_that_changed_them_beside_one_t
     assert ("could not repeat its own" in text) == (len(attempts) == 2 and bool(accused))
 
 
-def test_no_rank_is_accused_while_replicas_of_another_shard_have_no_majority() -> None:
+def test_no_rank_is_accused_if_another_shard_has_no_majority() -> None:
     votes = [
         Vote(Peer(group, rank, 1), Manifest(1, 4, "a", fingerprint=digest, repeats=repeats))
         for group, rank, digest, repeats in (

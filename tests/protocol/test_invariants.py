@@ -722,7 +722,7 @@ def found(history: History, *names: str) -> list[Finding]:
     return [f for f in judge(history, names or None) if f.violation]
 
 
-def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> None:
+def test_undoctored_history_is_clean_and_checks_every_invariant() -> None:
     for ranks in (1, 2):
         findings = judge(life(ranks))
         assert [f.name for f in findings if f.violation] == []
@@ -736,7 +736,7 @@ def test_the_history_that_is_doctored_is_clean_and_asks_every_invariant() -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_doctored_history_is_found_and_told(name: str) -> None:
+def test_doctored_history_is_found_and_reported(name: str) -> None:
     case = CASES[name]
     history = life(case.ranks)
     place = case.doctor(history)
@@ -783,14 +783,14 @@ def test_event_without_change_violates_nothing() -> None:
     assert found(history) == []
 
 
-def test_no_speaker_is_known_before_its_first_word() -> None:
+def test_sender_is_unknown_before_its_first_message() -> None:
     history = life()
     word = Join(replace(history.moves[A][-1].after.hellos["1", 0], peer=Peer("5", 0, 1)))
     change(history, A, of(Ready), lambda m: replace(m, event=word))
     assert found(history, "fencing") == []
 
 
-def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
+def test_abort_of_another_txn_is_not_obeyed() -> None:
     """The abort is for a txn that this participant is not in."""
     move = next(filter(brings("abort", ABORTED), life().moves[B]))
     assert move.obeyed == "abort"
@@ -801,7 +801,7 @@ def test_an_abort_that_is_taken_over_late_is_obeyed_by_nobody() -> None:
 # --- the judge ------------------------------------------------------------------------------------
 
 
-def told(
+def finding_of(
     *claims: Know | Same | Holds | Given,
     traced: set[Peer] | None = None,
     cut: Collection[Peer] = (),
@@ -821,46 +821,50 @@ def told(
 
 def test_cut_trace_makes_no_claims_and_complete_ones_do() -> None:
     of_a, of_b, of_all = Given((("yes", A),), "A"), Given((("yes", B),), "B"), Given((("x",),), "x")
-    assert told(of_a, of_b, of_all) == Finding("spoken", 3, "A", "at 0")
-    assert told(of_a, of_all, cut={A}) == Finding("spoken"), "A may have said it all"
-    assert told(of_a, of_b, cut={A}) == Finding("spoken", 1, "B", "at 1"), "B has not"
+    assert finding_of(of_a, of_b, of_all) == Finding("spoken", 3, "A", "at 0")
+    assert finding_of(of_a, of_all, cut={A}) == Finding("spoken"), "A may have said it all"
+    assert finding_of(of_a, of_b, cut={A}) == Finding("spoken", 1, "B", "at 1"), "B has not"
 
 
 def test_conflicting_claims_are_violations() -> None:
-    said = [Same(("x",), value, f"{value} and {{was}}") for value in (1, 1, 2, 3)]
-    assert told(*said[:2]) == Finding("spoken", 2)
-    assert told(*said) == Finding("spoken", 4, "2 and 1", "at 2"), "the first violation is kept"
+    facts = [Same(("x",), value, f"{value} and {{was}}") for value in (1, 1, 2, 3)]
+    assert finding_of(*facts[:2]) == Finding("spoken", 2)
+    assert finding_of(*facts) == Finding("spoken", 4, "2 and 1", "at 2"), (
+        "the first violation is kept"
+    )
 
 
 def test_single_move_invariants_hold() -> None:
-    assert told(Holds(True, "good")) == Finding("spoken", 1)
-    assert told(Holds(True, "good"), Holds(False, "bad")) == Finding("spoken", 2, "bad", "at 1")
+    assert finding_of(Holds(True, "good")) == Finding("spoken", 1)
+    assert finding_of(Holds(True, "good"), Holds(False, "bad")) == Finding(
+        "spoken", 2, "bad", "at 1"
+    )
 
 
 def test_a_fact_alone_claims_nothing_and_the_first_one_stays() -> None:
     is_one = Given((("x",),), "x is not 1", lambda x: x == 1)
-    assert told(Know(("x",), 1)) == Finding("spoken")
-    assert told(Know(("x",), 1), Know(("x",), 2), is_one) == Finding("spoken", 1)
-    assert told(Know(("x",), 2), is_one) == Finding("spoken", 1, "x is not 1", "at 1")
+    assert finding_of(Know(("x",), 1)) == Finding("spoken")
+    assert finding_of(Know(("x",), 1), Know(("x",), 2), is_one) == Finding("spoken", 1)
+    assert finding_of(Know(("x",), 2), is_one) == Finding("spoken", 1, "x is not 1", "at 1")
 
 
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_claim_waits_for_its_facts(needed: bool) -> None:
     both = Given((("x",), ("y",)), "x is not y", lambda x, y: x == y, needed)
     x, y, z = Know(("x",), 1), Know(("y",), 1), Know(("y",), 2)
-    assert told(both, x, y) == Finding("spoken", 1)
+    assert finding_of(both, x, y) == Finding("spoken", 1)
     wrong = Finding("spoken", 1, violation="x is not y", place="at 0")
-    assert told(both, x, z) == wrong
+    assert finding_of(both, x, z) == wrong
     never = replace(wrong, place="at 1") if needed else Finding("spoken")
-    assert told(x, both) == never
+    assert finding_of(x, both) == never
 
 
-def test_a_needed_fact_of_somebody_without_a_trace_is_said_to_be_missing() -> None:
+def test_fact_of_a_participant_without_a_trace_is_reported_missing() -> None:
     voted = Given((("yes", FIRST, A), ("yes", FIRST, B)), f"{B} did not vote")
     fact = Know(("yes", FIRST, A))
-    assert told(fact, voted, traced={A}).violation == f"there is no trace of {B}, a member"
-    assert told(fact, voted, traced={A, B}).violation == f"{B} did not vote"
-    assert told(fact, voted, traced=None).violation == f"{B} did not vote"
+    assert finding_of(fact, voted, traced={A}).violation == f"there is no trace of {B}, a member"
+    assert finding_of(fact, voted, traced={A, B}).violation == f"{B} did not vote"
+    assert finding_of(fact, voted, traced=None).violation == f"{B} did not vote"
 
 
 def test_a_member_without_a_trace_is_named() -> None:

@@ -47,7 +47,7 @@ def test_ready_message_clears_the_suspicion() -> None:
     assert held.suspected == {c.peer} and held.ready[b.peer] == 2
 
 
-def test_a_word_from_the_barrier_of_a_new_epoch_counts_though_it_came_before_its_record() -> None:
+def test_ready_for_a_new_epoch_counts_before_its_record_arrives() -> None:
     """Messages from older barriers are forgotten, so that a long run does not grow."""
     job = Job(3).until_running()
     a, b, c = job.live()
@@ -114,7 +114,7 @@ def test_silent_coordinator_is_doubted_and_the_register_is_read() -> None:
         assert node.local.suspected == (set() if node.peer == by else {by})
 
 
-def test_whether_bodies_change_gradients_is_what_they_did_in_the_last_txn() -> None:
+def test_gradient_edits_are_judged_by_the_last_txn() -> None:
     """A step function that clipped once does not keep joiners waiting for ever."""
     job = Job(3).until_running()
 
@@ -177,7 +177,7 @@ def test_unequal_gradients_are_aborted_and_accuse_a_minority(prints: str, odd: l
 
 
 @pytest.mark.parametrize(("policy", "heals"), [("heal", True), ("stop", False)])
-def test_odd_states_are_given_up_only_where_the_policy_says_so(policy: str, heals: bool) -> None:
+def test_divergent_ranks_are_identified_only_if_the_policy_heals(policy: str, heals: bool) -> None:
     job = Job(3, on_divergence=policy).until_running()
     node = job.node("0")
     held = zip(job.live(), "aab", strict=True)

@@ -87,7 +87,7 @@ ROUNDS: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] = 
 @pytest.mark.parametrize("kind", get_args(BusMessage), ids=lambda k: k.__name__)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_bus_message_is_read_as_it_was_written(kind: type, data: st.DataObject) -> None:
+def test_every_bus_message_survives_encoding_and_decoding(kind: type, data: st.DataObject) -> None:
     message = data.draw(values(kind))
     assert decode(encode(message)) == message
     assert type(decode(encode(message))) is kind
@@ -113,7 +113,7 @@ def test_records_are_equal_if_and_only_if_their_bytes_are(one: Record, other: Re
 
 @settings(max_examples=50, deadline=None)
 @given(values(Vote))
-def test_a_vote_is_read_as_it_was_cast(vote: Vote) -> None:
+def test_vote_survives_encoding_and_decoding(vote: Vote) -> None:
     assert decode_vote(encode_vote(vote)) == vote
 
 
@@ -205,7 +205,7 @@ def test_messages_written_by_others_are_read() -> None:
     assert decode(b'{"record":null,"type":"decision"}') == Decision(None)
 
 
-def test_the_longest_message_is_read_and_a_longer_one_is_refused_unread() -> None:
+def test_longest_message_is_read_and_a_longer_one_refused_unparsed() -> None:
     whole = raw(LEAVE)
     longest = whole + b" " * (MAX_MESSAGE - len(whole))
     assert decode(longest) == Leave(Peer("1", 0, 1))
@@ -225,7 +225,7 @@ def test_a_text_has_a_limit(message: dict[str, Any], field: str, longest: int) -
         decode(raw(message, **{field: "é" * (longest + 1)}))
 
 
-def test_a_cause_of_the_greatest_length_in_the_widest_letters_still_fits() -> None:
+def test_longest_cause_in_the_widest_characters_still_fits() -> None:
     """Limits are in characters, the message's in bytes; they must not contradict each other."""
     assert decode(encode(Leave(Peer("1", 0, 1), "\U0001f600" * 2000)))
     assert decode(encode(Leave(Peer("1", 0, 1), "\x01" * 2000)))

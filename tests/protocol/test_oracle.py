@@ -190,9 +190,9 @@ class Watched(Job):
         """Check (step, commits in the state, cursor) of each participant, alive or not."""
         committed = sum(r.kind == "commit" for r in self.history)
         for peer, node in self.nodes.items():
-            says = self.oracle.memory_of(node.local)
-            assert says == self.oracle.held[peer], f"{peer} says {says}"
-            assert says.step <= committed, f"{peer} is ahead of the register"
+            expected = self.oracle.memory_of(node.local)
+            assert expected == self.oracle.held[peer], f"{peer} says {expected}"
+            assert expected.step <= committed, f"{peer} is ahead of the register"
             if node.local.state in ("COMMIT", "DRAIN_COMMIT"):
                 self.oracle.commit(node.local.token)
 
@@ -406,7 +406,7 @@ TestTheCoreHoldsWhatTheOracleSays = Life.TestCase
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", test_rows.LIVES)
-def test_the_core_holds_what_the_oracle_says_in_the_corpus_of_rows(
+def test_core_agrees_with_the_oracle_in_the_corpus_of_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These lives take every row of the table; participants that apply or are ready are checked on

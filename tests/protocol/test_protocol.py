@@ -68,7 +68,7 @@ def test_all_yes_commits_on_everyone(groups: int, ranks: int) -> None:
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_one_no_aborts_on_all_and_the_same_step_runs_again_without_a_fetch() -> None:
+def test_single_no_vote_aborts_all_and_repeats_without_a_fetch() -> None:
     job = Job(2, 2).until_running()
     *others, last = job.live()
     job.compute(others)
@@ -101,7 +101,7 @@ def test_faults_on_all_ranks_at_once_make_one_abort() -> None:
     assert job.kinds() == ["epoch", "abort", "epoch"] and clean(job) == []
 
 
-def test_a_fault_after_the_vote_aborts_while_nobody_has_decided() -> None:
+def test_fault_after_the_vote_aborts_an_undecided_txn() -> None:
     job = Job(2).until_running()
     job.compute([job.node("0")])
     job.settle()
@@ -144,8 +144,8 @@ def test_ranks_that_have_drawn_different_data_cannot_commit() -> None:
         job.post(node, Prepared(node.txn.token, True, Manifest(1, 4, "x", data=data)))
     job.settle()
     assert job.kinds() == ["epoch", "abort", "epoch"] and job.steps() == {0}
-    told = "the ranks have drawn different data (d on 0/0#1; e on 1/0#1)"
-    assert job.history[1].cause.endswith(told)
+    expected = "the ranks have drawn different data (d on 0/0#1; e on 1/0#1)"
+    assert job.history[1].cause.endswith(expected)
     assert clean(job) == []
 
 
@@ -160,7 +160,7 @@ def test_a_rank_without_reductions_cannot_vote_yes() -> None:
     assert (job.history[1].code, accused) == (CauseCode.TOO_FEW_REDUCTIONS, job.history[1].by)
 
 
-def test_a_vote_without_reductions_counts_where_the_policy_says_so() -> None:
+def test_vote_without_reductions_counts_if_the_policy_allows() -> None:
     job = Job(1, min_reductions=0).until_running()
     job.compute(reductions=0)
     job.settle()
@@ -193,9 +193,9 @@ def until_committing() -> tuple[Job, Node, Node]:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(CauseCode.LEFT, "left: over"), (CauseCode.DIED, "died: SIGKILL")]
+    ("code", "expected"), [(CauseCode.LEFT, "left: over"), (CauseCode.DIED, "died: SIGKILL")]
 )
-def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, said: str) -> None:
+def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, expected: str) -> None:
     job, a, b = until_committing()
     died = Death(b.peer.group, b.peer.rank, 1001, "sim", "a monitor", "SIGKILL")
     job.crash(b, tell=False)
@@ -203,7 +203,7 @@ def test_abort_names_member_that_was_lost_during_the_update(code: CauseCode, sai
     job.settle()
     abort = job.history[2]
     assert (abort.kind, abort.by) == ("abort", a.peer)
-    assert said in abort.cause and why(job, 2) == (code, [str(b.peer)])
+    assert expected in abort.cause and why(job, 2) == (code, [str(b.peer)])
 
 
 def test_abort_names_member_that_asks_to_join_during_the_update() -> None:
@@ -243,7 +243,7 @@ def in_doubt() -> tuple[Job, Node, Node]:
     return job, a, b
 
 
-def test_in_doubt_nobody_acts_on_its_own() -> None:
+def test_participants_in_doubt_take_no_action() -> None:
     job, a, b = in_doubt()
     job.fire("vote_window")
     job.settle()
@@ -293,7 +293,7 @@ def test_the_bus_is_away_for_good_stops_in_doubt() -> None:
     assert [f.name for f in job.verdict()] == ["decided"], "blocking for good shows in the audit"
 
 
-def test_the_bus_is_away_for_good_when_the_decision_is_known_stops_without_doubt() -> None:
+def test_bus_lost_for_good_after_a_decision_stops_without_doubt() -> None:
     job = Job(2).until_running()
     a, b = job.live()
     job.compute()
@@ -338,7 +338,7 @@ def test_the_bus_limit_means_nothing_once_the_bus_has_spoken() -> None:
     assert a.finished is None
 
 
-def test_a_trouble_that_is_over_takes_nothing_from_the_limit_of_the_next() -> None:
+def test_past_bus_trouble_does_not_shorten_the_next_limit() -> None:
     job = Job(2).until_running()
     a = job.node("0")
     job.post(a, BusDown("read", "away"))
@@ -353,7 +353,7 @@ def test_a_trouble_that_is_over_takes_nothing_from_the_limit_of_the_next() -> No
     assert "bus_limit" in a.local.timers
 
 
-def test_a_trouble_lasts_while_operations_fail_or_nothing_is_heard() -> None:
+def test_bus_trouble_lasts_until_operations_and_messages_succeed() -> None:
     """Messages alone do not prove that the register can be read."""
     job = Job(2).until_running()
     a = job.node("0")
@@ -512,7 +512,7 @@ def test_apply_that_fails_while_the_other_group_leaves_ends_at_once() -> None:
     assert error == "NoState" and "the state of the job at step 1" in reason
 
 
-def test_apply_that_fails_at_a_commit_that_ends_the_epoch_heals_in_the_next() -> None:
+def test_failed_apply_at_the_end_of_an_epoch_heals_in_the_next() -> None:
     job = Job(2).until_running()
     job.start_group("2")
     job.settle()
@@ -525,7 +525,7 @@ def test_apply_that_fails_at_a_commit_that_ends_the_epoch_heals_in_the_next() ->
     assert job.steps() == {2} and clean(job) == []
 
 
-def test_a_decision_that_comes_while_a_commit_is_applied_waits_for_it() -> None:
+def test_decision_during_the_apply_of_a_commit_is_deferred() -> None:
     job = Job(2).until_running()
     a, b = job.live()
     job.compute([a])
@@ -580,7 +580,7 @@ def test_a_death_notice_rolls_back_and_goes_on_without_the_dead() -> None:
     assert clean(job) == []
 
 
-def test_a_death_that_nobody_saw_is_noticed_by_silence() -> None:
+def test_unreported_death_is_detected_by_silence() -> None:
     job = Job(3).until_running()
     job.kill_group("1", tell=False)
     job.fail(job.node("0"), "connection closed by peer")
@@ -662,7 +662,7 @@ def test_a_joiner_during_a_rollback_is_in_the_next_epoch() -> None:
     assert job.fetches() == {"2/0#1": 1} and clean(job) == []
 
 
-def test_a_joiner_that_was_not_heard_asks_again() -> None:
+def test_joiner_with_a_lost_request_asks_again() -> None:
     job = Job(2).until_running()
     job.bus_up = False
     job.start_group("2")
@@ -675,7 +675,7 @@ def test_a_joiner_that_was_not_heard_asks_again() -> None:
     assert len(job.live()) == 3 and job.states() == {"NORMAL"} and clean(job) == []
 
 
-def test_the_first_epoch_does_not_wait_for_ever_for_an_announced_group() -> None:
+def test_first_epoch_waits_a_bounded_time_for_an_announced_group() -> None:
     job = Job(2, expected_groups=3)
     job.settle()
     assert job.states() == {"INIT"}
@@ -698,7 +698,7 @@ def test_a_second_incarnation_of_a_live_identity_fences_the_older() -> None:
     assert job.states() == {"NORMAL"} and job.fetches() == {"1/0#2": 1} and clean(job) == []
 
 
-def test_a_second_incarnation_fences_an_older_one_that_still_waits_outside() -> None:
+def test_new_incarnation_fences_an_older_one_waiting_to_join() -> None:
     job = Job(2, expected_groups=3)
     job.settle()
     old = job.node("1")
@@ -710,7 +710,7 @@ def test_a_second_incarnation_fences_an_older_one_that_still_waits_outside() -> 
     assert job.states() == {"NORMAL"} and {n.peer.inc for n in job.live()} == {1, 2}
 
 
-def test_a_member_that_stops_by_its_own_word_is_not_waited_for() -> None:
+def test_member_that_stops_itself_is_not_awaited() -> None:
     job = Job(2).until_running()
     job.post(job.node("1"), Stop("user asked"))
     job.settle()
@@ -725,7 +725,7 @@ def test_a_member_that_stops_by_its_own_word_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_that_drains_leaves_after_a_commit_and_nobody_rolls_back(ranks: int) -> None:
+def test_drained_group_leaves_after_a_commit_without_a_rollback(ranks: int) -> None:
     job = Job(3, ranks).until_running()
     job.step()
     leavers = job.group("1")
@@ -862,7 +862,7 @@ def test_a_suspect_that_speaks_in_time_is_in_the_next_epoch() -> None:
     assert len(job.history[-1].members) == 3 and job.fetches() == {} and clean(job) == []
 
 
-def test_a_false_suspect_comes_back_without_a_fetch_if_its_lineage_is_current() -> None:
+def test_false_suspect_with_a_current_lineage_returns_without_a_fetch() -> None:
     job, c = suspected()
     a, b = job.node("0"), job.node("1")
     job.fire("ack_window", [a, b])
@@ -956,7 +956,7 @@ def test_joiner_is_not_to_blame_if_the_others_differ_too() -> None:
     assert record.diverged and record.odd == () and not job.live()
 
 
-def test_joiner_is_unproven_until_a_step_is_committed_for_those_that_come_later_too() -> None:
+def test_joiner_is_unproven_until_a_step_is_committed() -> None:
     """A rollback, another joiner, and a skip do not make it an old member; a step does."""
     job, early = joined()
     job.learn(early)
@@ -985,7 +985,7 @@ def test_joiner_is_unproven_until_a_step_is_committed_for_those_that_come_later_
     assert refused_for_differing(job)[-1].diverged and not job.live()
 
 
-def test_joiner_that_alone_holds_the_state_is_right_for_the_next_joiner() -> None:
+def test_joiner_alone_with_the_state_is_proven_for_the_next_joiner() -> None:
     job, early = joined()
     job.learn(early)
     job.settle()
@@ -1007,7 +1007,7 @@ def test_after_a_rollback_a_learner_is_waited_for() -> None:
     assert job.steps() == {2} and clean(job) == []
 
 
-def test_a_learner_that_has_its_state_fetches_nothing_after_a_rollback() -> None:
+def test_joiner_with_its_state_does_not_fetch_after_a_rollback() -> None:
     job, late = joined()
     job.learn(late)
     job.settle()
@@ -1047,7 +1047,7 @@ def test_where_bodies_change_gradients_a_joiner_is_waited_for(edited: bool) -> N
     assert job.steps() == {2} and clean(job) == []
 
 
-def test_joiner_that_rules_choose_has_its_state_before_it_computes() -> None:
+def test_joiner_chosen_by_rules_has_its_state_before_computing() -> None:
     job = Job(3, rules=(("max_active", 2),)).until_running()
     job.start_anew("0")
     job.step()
@@ -1110,7 +1110,7 @@ def test_member_that_misses_the_barrier_is_excluded_from_the_next_epoch() -> Non
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
-def test_words_between_epochs_grow_with_the_job_and_not_with_its_square(groups: int) -> None:
+def test_messages_between_epochs_grow_linearly_with_the_job(groups: int) -> None:
     """Each participant reports its stop and its arrival in the barrier to one; that one announces
     to all."""
     job = Job(groups).until_running()
@@ -1128,7 +1128,7 @@ def test_words_between_epochs_grow_with_the_job_and_not_with_its_square(groups: 
 
 
 @pytest.mark.parametrize("tell", [True, False])
-def test_the_coordinator_ends_while_it_gathers_and_nobody_else_is_left_out(tell: bool) -> None:
+def test_coordinator_ending_while_it_gathers_is_alone_excluded(tell: bool) -> None:
     """Main threads that still unwind from this very rollback are not stuck, so the others wait for
     them."""
     job = Job(4).until_running()
@@ -1156,7 +1156,7 @@ def test_the_coordinator_ends_while_it_gathers_and_nobody_else_is_left_out(tell:
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_a_sign_of_life_from_the_coordinator_makes_nobody_look_stuck() -> None:
+def test_sign_of_life_of_the_coordinator_causes_no_suspicion() -> None:
     """A pause runs and the coordinator sends a sign of life while a main thread still unwinds."""
     job = Job(3).until_running()
     a, _, c = job.live()
@@ -1201,7 +1201,7 @@ def test_the_coordinator_dies_between_the_epoch_and_its_begin() -> None:
     assert job.states() == {"NORMAL"} and job.fetches() == {} and clean(job) == []
 
 
-def test_an_acknowledgement_that_is_lost_is_a_false_suspicion_and_cheap() -> None:
+def test_lost_acknowledgement_is_a_cheap_false_suspicion() -> None:
     job = Job(3, min_groups=2).until_running()
     a, _, c = job.live()
     job.fail(a)
@@ -1218,7 +1218,7 @@ def test_an_acknowledgement_that_is_lost_is_a_false_suspicion_and_cheap() -> Non
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_a_coordinator_that_lives_but_cannot_form_an_epoch_is_waited_for() -> None:
+def test_live_coordinator_that_cannot_form_an_epoch_is_awaited() -> None:
     job = Job(3, min_groups=3).until_running()
     job.kill_group("2")
     job.settle()
@@ -1236,7 +1236,7 @@ def test_a_coordinator_that_lives_but_cannot_form_an_epoch_is_waited_for() -> No
     assert job.fetches() == {} and clean(job) == []
 
 
-def test_a_begin_that_is_lost_with_the_bus_is_said_again() -> None:
+def test_begin_lost_with_the_bus_is_sent_again() -> None:
     job = Job(2).until_running()
     a, b = job.live()
     job.fail(a)
@@ -1255,7 +1255,7 @@ def test_a_begin_that_is_lost_with_the_bus_is_said_again() -> None:
     assert clean(job) == []
 
 
-def test_the_writer_of_the_last_commit_leaves_with_it_and_everyone_gathers() -> None:
+def test_writer_of_the_last_commit_leaves_and_all_others_gather() -> None:
     job = Job(3).until_running()
     a, b, c = job.live()
     job.drain("0")
@@ -1267,8 +1267,8 @@ def test_the_writer_of_the_last_commit_leaves_with_it_and_everyone_gathers() -> 
     assert job.history[1].by == a.peer and job.history[1].leavers == ("0",)
     assert error_of(a) == (None, "left after a commit")
     assert [g.group for g in job.history[2].members] == ["1", "2"]
-    heard = [m.event.hello.peer for m in job.record.moves[c.peer] if isinstance(m.event, Ack)]
-    assert {b.peer, c.peer} <= set(heard), "who stays tells everybody"
+    received = [m.event.hello.peer for m in job.record.moves[c.peer] if isinstance(m.event, Ack)]
+    assert {b.peer, c.peer} <= set(received), "who stays tells everybody"
     job.step()
     assert job.steps() == {2} and job.fetches() == {} and clean(job) == []
 
@@ -1374,7 +1374,7 @@ def test_before_the_first_epoch_the_furthest_state_wins() -> None:
 # --- how an epoch cannot be -----------------------------------------------------------
 
 
-def test_too_few_groups_stop_with_the_count_and_the_mend() -> None:
+def test_too_few_groups_stop_with_the_count_and_the_fix() -> None:
     job = Job(1, min_groups=2)
     job.settle()
     job.fire("join_window")
@@ -1402,7 +1402,7 @@ def test_too_few_groups_after_a_kill_wait_for_one_to_come_back() -> None:
     assert error_of(job.node("0"))[0] == "NotEnoughGroups"
 
 
-def test_nobody_holds_the_state_of_the_head() -> None:
+def test_newcomer_ends_with_no_state_if_the_head_state_is_lost() -> None:
     job = Job(1).until_running()
     job.step()
     job.kill_group("0")
@@ -1432,7 +1432,7 @@ def test_the_state_is_lost_before_anything_was_committed() -> None:
     assert "committed" not in reason
 
 
-def test_ranks_that_begin_with_files_of_different_steps_are_named_with_these() -> None:
+def test_ranks_with_files_of_different_steps_are_named_with_the_steps() -> None:
     job = Job(0)
     for rank, step in enumerate((40, 41)):
         job.add("0", rank, 2, lineage=f"step {step}", step=step, store="0.0", **job.config)
@@ -1489,14 +1489,14 @@ def moved_on() -> tuple[Job, Node]:
 def stale_events() -> dict[str, Event]:
     job, node = moved_on()
     old = next(n for p, n in job.nodes.items() if p == ("1", 0, 1))
-    said = {e.event.type: e.event for e in job.record.moves[old.peer]}
+    events = {e.event.type: e.event for e in job.record.moves[old.peer]}
     hello = job.node("1").local
     join = next(
         m.event for m in job.record.moves[node.peer]
         if isinstance(m.event, Join) and m.event.hello.peer == old.peer
     )  # fmt: skip
     c = old.participant.config
-    assert said and hello
+    assert events and hello
     return {
         "old ack": Ack(replace(join.hello, peer=node.peer), Token(1, 1)),
         "ack of a dead peer": Ack(join.hello, Token(9, 1)),
@@ -1521,7 +1521,7 @@ def test_stale_events_are_fenced_and_change_nothing(name: str) -> None:
     assert after == node.local
 
 
-def test_a_decision_heard_twice_is_known() -> None:
+def test_repeated_decision_is_known() -> None:
     job, node = moved_on()
     for record in job.history:
         after, out = node.participant.handle(node.local, Decision(record), 0.0)
@@ -1544,7 +1544,7 @@ def test_a_timer_that_was_cleared_does_nothing() -> None:
     assert out.verdict == "known" and after == node.local
 
 
-def test_an_event_that_the_state_has_no_word_for_is_refused() -> None:
+def test_event_without_a_row_is_refused() -> None:
     job = Job(1).until_running()
     node = job.node("0")
     node.local = replace(node.local, timers={"ack_window": 77})
@@ -1575,7 +1575,7 @@ def test_an_entered_state_clears_the_timers_of_the_one_before() -> None:
     assert node.timers == {} and not any(isinstance(e, Finish) for e in node.outcomes[-1].effects)
 
 
-def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
+def test_empty_barrier_suspects_no_participant() -> None:
     """One fault may have kept all of them from coming; the acknowledgements that follow will show
     it."""
     job = Job(2).until_running()
@@ -1594,7 +1594,7 @@ def test_where_nobody_comes_into_the_barrier_nobody_is_suspected() -> None:
     assert job.states() == {"NORMAL"} and len(job.history[-1].members) == 2
 
 
-def test_a_joiner_without_its_mate_is_not_kept_waiting_by_signs_of_life() -> None:
+def test_signs_of_life_do_not_delay_a_joiner_without_its_mate() -> None:
     """Its mate left with a drain, and that message was lost."""
     job = Job(2, ranks=2).until_running()
     alone = job.add("7", 0, 2, store="7.0", **job.config)

@@ -25,7 +25,7 @@ def holds_the_head(job: Job) -> bool:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_life_breaks_nothing_and_goes_on_when_it_is_calm(seed: int) -> None:
+def test_random_run_breaks_no_invariant_and_commits_when_calm(seed: int) -> None:
     rng = random.Random(seed)
     job = Job(rng.choice([2, 3]), rng.choice([1, 2]))
     wander(job, rng, rng.choice([50, 200, 400]))
@@ -43,7 +43,7 @@ def test_the_same_seed_lives_the_same_life() -> None:
     assert lives[0] == lives[1]
 
 
-def test_handling_an_event_leaves_the_state_before_as_it_was() -> None:
+def test_handling_an_event_does_not_change_the_previous_state() -> None:
     job = Job(3)
     checked = 0
     observe = job.observer

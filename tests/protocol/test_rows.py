@@ -1041,12 +1041,12 @@ def behind_in_commit(torn: bool) -> Job:
     only(job, a, b)
     job.fire("ack_window", [a, b])
     only(job, a, b)
-    heard = [e for e in c.inbox if isinstance(e, Decision) and e.record]
-    assert [e.record.kind for e in heard if e.record] == ["commit", "abort", "epoch"]
+    received = [e for e in c.inbox if isinstance(e, Decision) and e.record]
+    assert [e.record.kind for e in received if e.record] == ["commit", "abort", "epoch"]
     job.lose_decisions(c)
     if torn:
         job.apply_fails = frozenset({c.peer})
-    job.post(c, heard[-1])
+    job.post(c, received[-1])
     job.settle()
     job.step()
     return job
@@ -1231,9 +1231,7 @@ def changes(table: Table, moment: Moment) -> str | None:
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("place", places(), ids=lambda p: ".".join(map(str, p)))
-def test_a_row_taken_out_of_the_table_changes_what_the_program_does(
-    place: Place, corpus: Corpus
-) -> None:
+def test_removed_row_changes_the_behaviour_of_the_program(place: Place, corpus: Corpus) -> None:
     assert corpus[place], "no life in the corpus takes this row: add a scenario that does"
     spec = without(place)
     if problems := check_spec(spec):
@@ -1253,7 +1251,7 @@ def _names_what_is_gone(place: Place, where: Place, message: str) -> bool:
     return any(name in message for name in names) or (to is not None and to in message)
 
 
-def test_the_shipped_table_gives_every_moment_of_the_corpus_its_own_outcome(corpus: Corpus) -> None:
+def test_shipped_table_reproduces_the_outcome_of_each_corpus_moment(corpus: Corpus) -> None:
     """So only the absence of a row can make a difference."""
     table = Table(HSDP)
     for moment in (m for moments in corpus.values() for m in moments):

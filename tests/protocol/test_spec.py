@@ -326,7 +326,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_spec_is_refused_with_place_and_mend(case: str, tmp_path: Path) -> None:
+def test_a_bad_spec_is_refused_with_place_and_fix(case: str, tmp_path: Path) -> None:
     files, place, mend = BAD[case]
     error = refusal(tmp_path, files)
     assert error.startswith(tuple(files))
@@ -350,7 +350,7 @@ include: [hsdp.yaml]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("include: hsdp.yaml\n", ":1: include: write a list of files"),
         ("include: []\n", ":1: include: write a list of files"),
@@ -369,11 +369,11 @@ include: [hsdp.yaml]
     ],
 )
 def test_conflicting_includes_are_refused_with_their_line(
-    text: str, told: str, tmp_path: Path
+    text: str, expected: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         load_spec(path)
 
 
@@ -391,7 +391,7 @@ def test_parts_that_include_each_other_in_a_circle_are_refused(
         load_spec(path)
 
 
-def test_a_file_is_laid_over_what_it_includes(tmp_path: Path) -> None:
+def test_spec_overrides_the_file_it_includes(tmp_path: Path) -> None:
     path = write(tmp_path, {}).with_name("other.yaml")
     over = """
 instead: {start_txn: start_first_txn}
@@ -501,7 +501,7 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
     assert {bounds.stage for bounds in sets_for(load_spec("pipeline_ahead"))} == {0, 1}
 
 
-def test_scopes_and_what_flows_between_them_are_drawn() -> None:
+def test_scopes_and_their_flows_are_drawn() -> None:
     ahead, guide = load_spec("pipeline_ahead"), ROOT / "docs" / "guides" / "paradigms.md"
     assert scopes_to_mermaid(ahead) in guide.read_text(), (
         "put in: fft dev graph pipeline_ahead --scopes"

@@ -31,9 +31,11 @@ def raw() -> dict[str, Any]:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_an_event_without_a_row_names_state_event_and_what_was_expected() -> None:
-    told = "in BODY.whole, which has no row for 'applied'; expected: finish, prepared, restore, unw"
-    with pytest.raises(ProtocolError, match=told):
+def test_event_without_a_row_names_state_event_and_expected_events() -> None:
+    expected = (
+        "in BODY.whole, which has no row for 'applied'; expected: finish, prepared, restore, unw"
+    )
+    with pytest.raises(ProtocolError, match=expected):
         TABLE.react("BODY.whole", "applied")
 
 
@@ -45,7 +47,7 @@ def test_an_event_of_which_no_guard_holds_is_one_without_a_row() -> None:
 
 @pytest.mark.parametrize("event", sorted(WORDS.union(COMMANDS.values())))
 @pytest.mark.parametrize("state", STATES)
-def test_nothing_is_ignored_but_what_the_table_ignores_by_name(state: str, event: str) -> None:
+def test_events_are_ignored_only_if_the_table_lists_them(state: str, event: str) -> None:
     leaf = TABLE.spec.leaves[state]
     if event in leaf.ignore:
         assert TABLE.react(state, event) == Reaction(state)
@@ -57,12 +59,12 @@ def test_nothing_is_ignored_but_what_the_table_ignores_by_name(state: str, event
             TABLE.react(state, event)
 
 
-def test_a_fact_that_no_guard_is_called_after_is_a_mistake_of_the_caller() -> None:
+def test_fact_without_a_guard_of_that_name_is_refused() -> None:
     with pytest.raises(ValueError, match="called fetch"):
         TABLE.react("IDLE.ready", "heal", {"fetch"})
 
 
-def test_a_command_for_which_the_state_is_lost_leaves_the_thread_where_it_is() -> None:
+def test_command_on_a_lost_state_leaves_the_thread_in_place() -> None:
     assert TABLE.react("IDLE.ready", "start_txn", {"torn"}) == ("IDLE.ready", ("refuse_txn",))
     assert TABLE.react("IDLE.ready", "heal", {"torn", "learns"}) == (
         "IDLE.ready",
@@ -81,7 +83,7 @@ def test_each_machine_is_held_to_its_own_names() -> None:
     assert any("unknown role 'joining'" in text for _, text in check_spec(engine, MAIN_THREAD))
 
 
-def test_a_machine_is_told_by_what_its_file_says() -> None:
+def test_machine_is_selected_by_its_file() -> None:
     assert load_machine("main_thread") == load_thread()
     assert load_machine("hsdp") == load_spec("hsdp")
     with pytest.raises(
@@ -114,7 +116,7 @@ def test_a_name_that_no_row_uses_is_one_that_was_forgotten() -> None:
         assert f"no row has the {kind} {name!r}; give it one" in refusal(spec)
 
 
-def test_the_last_word_of_the_engine_is_heard_everywhere() -> None:
+def test_finish_of_the_engine_is_handled_in_every_state() -> None:
     spec = raw()
     del spec["common"]["on"]["finish"]
     spec["states"]["IDLE"]["on"]["finish"] = [{"to": "OUT", "effects": ["leave"]}]
@@ -133,7 +135,7 @@ def test_a_state_that_no_row_leads_to_any_more_is_refused() -> None:
     assert ".learning cannot be reached from IDLE.ready" in refusal(spec)
 
 
-def test_it_has_no_timers_and_no_sequences() -> None:
+def test_thread_table_has_no_timers_and_no_sequences() -> None:
     for key, value in (
         ("timers", {"pause": {"default": 1.0, "doc": "x"}}),
         ("sequences", {"both": ["restore", "connect"]}),

@@ -60,7 +60,7 @@ def test_every_rule_speaks_of_a_row_of_the_table() -> None:
 
 @settings(deadline=None)
 @example(st.sampled_from(NAMES), st.floats(1e-3, 1e5))
-def test_one_given_value_is_kept_and_everything_else_fits_to_it(name: str, seconds: float) -> None:
+def test_given_timeout_is_kept_and_all_others_are_fitted(name: str, seconds: float) -> None:
     table = chosen(**{name: seconds})  # type: ignore[arg-type]
     assert table[name].seconds == seconds and table[name].origin == "test"
     assert all(rule.holds(table) for rule in rules_of(HSDP))
@@ -89,22 +89,22 @@ def test_torchfts_arguments_are_those_of_the_timers_that_they_mean() -> None:
     assert table["bus_operation"].seconds == 3
 
 
-def test_a_long_transfer_widens_the_barrier_that_must_hold_it() -> None:
+def test_long_transfer_widens_the_barrier_window() -> None:
     table = chosen(timeout=600)
     assert table["ready_window"].seconds == 600
     assert table["ready_window"].origin == "torchft's default, raised to fit timeout"
 
 
-def test_a_bus_that_elects_leaders_is_given_the_time_for_it() -> None:
+def test_bus_that_elects_leaders_gets_failover_time() -> None:
     assert "bus_failover" not in chosen()
     table = chosen(bus=BUSES[1])
     assert table["bus_operation"].seconds == bus_operation(BUSES[1]) == 20
     assert table["bus_limit"].seconds == 40
     assert table["bus_limit"].origin == "spec hsdp, raised to fit bus_operation"
     assert chosen(bus=BUSES[1], connect_timeout=5)["bus_operation"].seconds == 5
-    with pytest.raises(ConfigError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as told:
+    with pytest.raises(ConfigError, match=r"bus_limit = 15 s .* 2 x bus_failover = 10 s") as caught:
         chosen(bus=BUSES[1], bus_limit=15)
-    assert str(told.value).endswith("these would work: bus_limit=20")
+    assert str(caught.value).endswith("these would work: bus_limit=20")
 
 
 def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
@@ -115,7 +115,7 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "expected"),
     [
         ("vote=1", "unknown name 'vote'; known: ack_window"),
         ("pause=0", "pause is 0 s (--set); give a positive number"),
@@ -125,8 +125,8 @@ def test_a_contradiction_names_both_values_the_reason_and_a_way_out() -> None:
         ("pause=soon", "pause='soon'"),
     ],
 )
-def test_invalid_timeout_is_refused(pair: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_invalid_timeout_is_refused(pair: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         resolve(HSDP, from_pairs([pair]))
 
 

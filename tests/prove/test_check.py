@@ -70,7 +70,7 @@ def test_hearing_quietly_first_reaches_the_same_ends(kinds: tuple[str, ...]) -> 
     assert len(settled) == len(whole_settled)
 
 
-def test_the_counts_within_bounds_are_what_they_were() -> None:
+def test_state_counts_within_bounds_are_pinned() -> None:
     """These numbers are pinned: review every change of core, table or model that changes them."""
     counts = {}
     for name in ("twin", "storm"):
@@ -97,7 +97,7 @@ def test_every_set_of_bounds_has_a_first_state(spec: str) -> None:
 
 
 @pytest.mark.long
-def test_check_tells_bounds_states_and_properties(tmp_path: Path) -> None:
+def test_check_prints_bounds_states_and_properties(tmp_path: Path) -> None:
     done = fft("dev", "check", "hsdp", "--bounds", "twin", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("twin ≤ 1", "agreement", "everyone decides", "verdict: no violation", "rows of"):
@@ -129,7 +129,7 @@ def test_specs_that_do_without_the_register_are_found_splitting(
         (("nope",), "no spec named 'nope'; there are:"),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_there_is(
+def test_wrong_argument_is_named_with_the_valid_ones(
     arguments: tuple[str, ...], words: str
 ) -> None:
     done = CliRunner().invoke(app, ["dev", "check", *arguments])
@@ -138,7 +138,7 @@ def test_a_wrong_argument_is_named_with_what_there_is(
 
 
 @pytest.mark.long
-def test_a_search_that_reaches_its_limit_does_not_say_that_all_is_well() -> None:
+def test_search_that_reaches_its_limit_reports_not_complete() -> None:
     done = fft("dev", "check", "hsdp", "--bounds", "storm", "--limit", "500")
     assert done.returncode == 1
     assert "not complete" in done.stdout

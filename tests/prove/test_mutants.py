@@ -88,14 +88,14 @@ SLOW = {
 def test_a_planted_bug_is_caught_where_the_shipped_table_is_clean(mutant: Mutant) -> None:
     made, result = caught(mutant)
     assert result.violation is not None
-    told = list(narrate(made.model, result.violation.path))
-    assert len(told) == len(result.violation.path) > 0
+    reported = list(narrate(made.model, result.violation.path))
+    assert len(reported) == len(result.violation.path) > 0
     sound = run_sound(mutant.bounds, mutant.sound)
     assert sound.violation is None, sound.violation
     assert sound.complete
 
 
-def test_every_invariant_has_a_bug_that_it_catches() -> None:
+def test_every_invariant_catches_a_mutant() -> None:
     expected = {mutant.expected for mutant in MUTANTS}
     assert expected <= set(INVARIANTS) | OTHER_PROPERTIES
     assert expected == set(INVARIANTS) | OTHER_PROPERTIES
@@ -117,7 +117,7 @@ def few(**budget: int) -> Bounds:
 
 
 @pytest.mark.parametrize("name", TEACHING)
-def test_a_teaching_spec_is_found_by_name_and_by_path_and_says_what_it_is(name: str) -> None:
+def test_teaching_spec_is_found_by_name_and_path_and_marked_as_wrong(name: str) -> None:
     path = find_spec(name)
     assert path.parent.name == "teaching"
     by_name, by_path = load_spec(name), load_spec(path)
@@ -137,10 +137,10 @@ def test_plain_votes_split_when_a_decision_is_lost() -> None:
     made, result = search(load_spec("plain_votes"), few(lose=1))
     assert result.violation is not None
     assert result.violation.name == "agreement"
-    told = "\n".join(narrate(made.model, result.violation.path))
-    assert "never hears commit 1.1" in told
-    assert "timer vote_window" in told.splitlines()[-1]
-    assert len(told.splitlines()) == 12
+    expected = "\n".join(narrate(made.model, result.violation.path))
+    assert "never hears commit 1.1" in expected
+    assert "timer vote_window" in expected.splitlines()[-1]
+    assert len(expected.splitlines()) == 12
 
 
 def test_local_commit_looks_right_while_nothing_fails() -> None:
@@ -153,11 +153,11 @@ def test_local_commit_looks_right_while_nothing_fails() -> None:
 def test_local_commit_splits_when_a_collective_fails_on_one_side() -> None:
     made, result = search(load_spec("local_commit"), few(fault=1), only=("agreement",))
     assert result.violation is not None
-    told = list(narrate(made.model, result.violation.path))
-    assert "NORMAL → COMMIT" in told[0]
-    assert "raises" in told[1]
+    reported = list(narrate(made.model, result.violation.path))
+    assert "NORMAL → COMMIT" in reported[0]
+    assert "raises" in reported[1]
     assert "obeyed abort, another participant obeyed commit" in result.violation.text
-    assert len(told) == 4
+    assert len(reported) == 4
 
 
 # --- the table of the docs ------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def scenario(
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_scenario_runs_as_it_says(path: Path, request: pytest.FixtureRequest) -> None:
+def test_scenario_runs_as_written(path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--rewrite", default=False):
         rewrite_scenario(path)
     check_scenario(path)
@@ -152,7 +152,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
 
 
 def test_every_kind_of_fault_happens_in_some_file() -> None:
-    said = {
+    output = {
         "fault": "raises",
         "no": "body ends with NO",
         "misfit": "reduces nothing",
@@ -185,15 +185,15 @@ def test_every_kind_of_fault_happens_in_some_file() -> None:
         "quit": "is shut down",
         "forget": "bus forgets",
     }
-    assert set(said) == set(KINDS)
+    assert set(output) == set(KINDS)
     written = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
-    assert not [kind for kind, text in said.items() if text not in written]
+    assert not [kind for kind, text in output.items() if text not in written]
 
 
 # --- the format -----------------------------------------------------------------------------------
 
 
-def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
+def test_wrong_output_is_shown_and_fixed_by_a_rewrite(tmp_path: Path) -> None:
     path = scenario(tmp_path, "# a note", "A/0 raises", output="nothing\n")
     with pytest.raises(FftError, match=r"-nothing\n\+A/0 raises: NORMAL → ROLLBACK_REQ"):
         check_scenario(path)
@@ -206,7 +206,7 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("commands", "says"),
+    ("commands", "expected"),
     [
         (
             ["A/0 raises", "A/0 jumps"],
@@ -238,14 +238,14 @@ def test_wrong_output_is_shown_and_mended_by_a_rewrite(tmp_path: Path) -> None:
     ],
 )
 def test_ambiguous_scenario_line_is_refused_with_its_place(
-    tmp_path: Path, commands: list[str], says: str
+    tmp_path: Path, commands: list[str], expected: str
 ) -> None:
-    with pytest.raises(FftError, match=says):
+    with pytest.raises(FftError, match=expected):
         run_scenario(scenario(tmp_path, *commands))
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("header", "expected"),
     [
         ({"title": ""}, ":1: no title"),
         ({"colour": "red"}, ":2: not a header line; they are `key: value`: title, spec"),
@@ -257,8 +257,8 @@ def test_ambiguous_scenario_line_is_refused_with_its_place(
         ({"expect": "eventually"}, "eventually: from here on everything can still settle"),
     ],
 )
-def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], says: str) -> None:
-    with pytest.raises(FftError, match=says):
+def test_bad_headers_are_refused(tmp_path: Path, header: dict[str, str], expected: str) -> None:
+    with pytest.raises(FftError, match=expected):
         run_scenario(scenario(tmp_path, "A/0 raises", **header))
 
 
@@ -279,7 +279,7 @@ def found(model: Model, limit: int = 60_000) -> Search:
     return search
 
 
-def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Path) -> None:
+def test_a_counterexample_replays_and_fails_once_the_bug_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text(TEXT.replace(*TAKEN_FOR_GOOD), encoding="utf-8")
     spec = parse_spec(TEXT.replace(*TAKEN_FOR_GOOD), "torn.yaml")
     search = found(Model(spec, Bounds("one fault", faults=1, budget=(("torn", 1),))))
@@ -304,7 +304,7 @@ def test_a_counterexample_replays_and_fails_once_the_bug_is_mended(tmp_path: Pat
         run_scenario(path)
 
 
-def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
+def test_counterexample_names_its_bus(tmp_path: Path) -> None:
     bounds = Bounds("from the start", faults=0, formed=False)
     search = found(Model(load_spec("hsdp"), bounds, world=World(write_once=False)))
     violation = search.result.violation
@@ -317,7 +317,7 @@ def test_a_counterexample_names_the_bus_that_it_needs(tmp_path: Path) -> None:
     check_scenario(path)
 
 
-def test_a_counterexample_with_twins_says_which_of_them(tmp_path: Path) -> None:
+def test_counterexample_with_twins_distinguishes_them(tmp_path: Path) -> None:
     mutant = next(m for m in MUTANTS if m.name == "no_fencing_by_incarnation")
     made, result = run(mutant)
     assert result.violation is not None

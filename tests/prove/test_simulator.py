@@ -69,7 +69,7 @@ def failures(batch: Batch) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_same_seed_leaves_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_traces_under_any_hash_seed(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from fft.prove.simulator.run import live, run_seed\n"
         "for seed in range(4):\n"
@@ -122,27 +122,29 @@ def world(seed: int, weather: Weather = DEFAULT) -> World:
     return World(seed, HSDP, partial(Participant, table_of(HSDP)), weather)
 
 
-def test_listeners_hear_in_one_order_and_the_register_is_a_chain() -> None:
+def test_listeners_receive_one_order_and_the_register_is_a_chain() -> None:
     storm = Weather({**DEFAULT.rates, "lag": 2.0, "partition": 1.0}, {})
     heard_in_all = 0
     for seed in range(15):
         job = world(seed, storm)
-        said: list[BusMessage] = []
-        heard: dict[Peer, list[BusMessage]] = {}
+        sent: list[BusMessage] = []
+        received: dict[Peer, list[BusMessage]] = {}
         publish, deliver = job.bus.publish, job.bus._deliver
 
-        def note_said(message: BusMessage, said=said, publish=publish) -> None:  # type: ignore[no-untyped-def]
-            said.append(message)
+        def note_said(message: BusMessage, sent=sent, publish=publish) -> None:  # type: ignore[no-untyped-def]
+            sent.append(message)
             publish(message)
 
-        def note_heard(to: Process, message: BusMessage, heard=heard, deliver=deliver) -> None:  # type: ignore[no-untyped-def]
-            heard.setdefault(to.peer, []).append(message)
+        def note_heard(
+            to: Process, message: BusMessage, received=received, deliver=deliver
+        ) -> None:  # type: ignore[no-untyped-def]
+            received.setdefault(to.peer, []).append(message)
             deliver(to, message)
 
         job.bus.publish, job.bus._deliver = note_said, note_heard  # type: ignore[method-assign]
         live([job], job.clock)
-        place = {id(message): number for number, message in enumerate(said)}
-        for messages in heard.values():
+        place = {id(message): number for number, message in enumerate(sent)}
+        for messages in received.values():
             # Messages to one participant only have no place in the order.
             places = [place[id(m)] for m in messages if id(m) in place]
             assert places == sorted(set(places))
@@ -243,9 +245,9 @@ def test_rows_that_no_seed_takes_are_named_with_state_event_and_guards() -> None
 def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> None:
     out = io.StringIO()
     assert simulate("diloco", 2, 0, 1, None, tmp_path, Console(file=out, width=200))
-    told = out.getvalue()
-    assert "warning: never taken in 2 seeds, and shown by no named test:" in told
-    assert "PREPARED ballot [tally_aborts]" in told
+    reported = out.getvalue()
+    assert "warning: never taken in 2 seeds, and shown by no named test:" in reported
+    assert "PREPARED ballot [tally_aborts]" in reported
 
 
 @pytest.mark.long
@@ -288,9 +290,9 @@ def test_a_planted_bug_is_found_replayed_and_audited(invariant: str, tmp_path: P
     console = Console(file=out, width=200)
     first = found[0].seed
     assert not simulate(str(planted), 1, first, 1, None, traces, console)
-    told = out.getvalue().splitlines()
-    assert any(invariant in line and f"seed {first}" in line for line in told)
-    command = next(line for line in told if "replay: " in line).split("replay: ")[1]
+    reported = out.getvalue().splitlines()
+    assert any(invariant in line and f"seed {first}" in line for line in reported)
+    command = next(line for line in reported if "replay: " in line).split("replay: ")[1]
     words = shlex.split(command)
     assert words[0] == "fft"
     again = fft(*words[1:])
@@ -326,7 +328,7 @@ def test_planted_bug_of_live_blocks_breaks_its_seed(name: str, seed: int, broken
     assert [violation.name for violation in violations] == [broken]
 
 
-def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Path) -> None:
+def test_audit_of_a_good_seed_matches_the_simulator_counts(tmp_path: Path) -> None:
     result = run_seed(3, HSDP, CALM, trace_dir=tmp_path)
     report = audit_dir(tmp_path)
     assert result.violations == ()
@@ -351,7 +353,7 @@ def test_the_audit_of_a_good_seed_finds_what_the_simulator_counted(tmp_path: Pat
         ),
     ],
 )
-def test_bad_arguments_get_one_line_that_names_the_mend(arguments: list[str], mend: str) -> None:
+def test_bad_arguments_get_one_line_that_names_the_fix(arguments: list[str], mend: str) -> None:
     done = CliRunner().invoke(app, ["dev", "simulate", *arguments])
     assert done.exit_code == 2
     assert mend in done.stderr

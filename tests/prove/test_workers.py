@@ -49,12 +49,12 @@ def twice(value: int, tell: Tell) -> tuple[int, int]:
     [pytest.param(1, True, marks=pytest.mark.long), (2, False), (2, True), (9, False)],
 )
 def test_every_task_is_done_once(jobs: int, fresh: bool) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     found = dict(
-        spread(twice, tasks(0, 1, 2, 3, 4), jobs, lambda *word: told.append(word), fresh=fresh)
+        spread(twice, tasks(0, 1, 2, 3, 4), jobs, lambda *word: reported.append(word), fresh=fresh)
     )
     assert {number: value for number, (value, _) in found.items()} == {n: 2 * n for n in range(5)}
-    assert sorted(told) == [(n, n) for n in range(5)]
+    assert sorted(reported) == [(n, n) for n in range(5)]
     pids = {pid for _, pid in found.values()}
     assert os.getpid() not in pids
     assert len(pids) == 5 if fresh else len(pids) <= jobs
@@ -79,7 +79,7 @@ def dies(how: str, tell: Tell) -> str:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
-    ("how", "error", "says"),
+    ("how", "error", "expected"),
     [
         ("killed", FftError, r"^task 1: its process ended with SIGKILL .*fewer --jobs"),
         ("exits", FftError, r"^task 1: its process ended with exit code 3 before it was done$"),
@@ -87,11 +87,11 @@ def dies(how: str, tell: Tell) -> str:
         ("raises", OSError, r"^no such disk$"),
     ],
 )
-def test_a_process_that_ends_before_its_task_is_an_error_that_names_it(
-    how: str, error: type[Exception], says: str
+def test_process_that_ends_before_its_task_raises_a_named_error(
+    how: str, error: type[Exception], expected: str
 ) -> None:
     pids: list[int] = []
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=expected):
         list(spread(dies, tasks("stays", how), 2, lambda _, pid: pids.append(pid)))
     assert not any(map(is_there, pids)), "the other one is ended, too"
 
@@ -134,17 +134,17 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_the_order_and_the_counts_are_the_same_with_any_number_of_processes() -> None:
+def test_order_and_counts_are_the_same_for_any_number_of_processes() -> None:
     words = ["hsdp", *(f"--bounds={name}" for name in ("storm", "twin", "overrun", "deaf"))]
-    told = []
+    reported = []
     for jobs in ("1", "3"):
         done = check(*words, "--jobs", jobs)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"in {jobs} process" in done.stdout
         of_time = r"(?m)\s+[\d.]+\s+│\s+\d+(?=\s+│ ok)|\s+[\d.]+ │\s+[\d,]+ │\s+│$|^\d+ s, in.*$"
-        told.append(re.sub(r"[ ─━]+", " ", re.sub(of_time, "", done.stdout)))
-    assert told[0] == told[1]
-    at = [told[0].index(f"│ {name} ") for name in ("storm", "deaf", "overrun", "twin")]
+        reported.append(re.sub(r"[ ─━]+", " ", re.sub(of_time, "", done.stdout)))
+    assert reported[0] == reported[1]
+    at = [reported[0].index(f"│ {name} ") for name in ("storm", "deaf", "overrun", "twin")]
     assert at == sorted(at), "in the order of the sets, whatever was searched first"
 
 
@@ -153,8 +153,8 @@ def test_violations_are_reported_in_the_order_of_the_sets(tmp_path: Path) -> Non
     words = ["plain_votes", "--property", "agreement", "--save", str(tmp_path), "--jobs", "2"]
     done = check(*words, "--bounds", "messages", "--bounds", "missed")
     assert done.returncode == 1, done.stderr
-    told = [line for line in done.stdout.splitlines() if "VIOLATED agreement" in line]
-    assert [line.partition(":")[0] for line in told] == ["messages", "missed"]
+    reported = [line for line in done.stdout.splitlines() if "VIOLATED agreement" in line]
+    assert [line.partition(":")[0] for line in reported] == ["messages", "missed"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "plain_votes-messages.txt",
         "plain_votes-missed.txt",
@@ -206,29 +206,29 @@ def _while_it_searches(then: Callable[[int, list[int]], None]) -> tuple[int, str
         wait_until(lambda: len(at_work()) == 2, "both search", LIMIT_S)
         found = at_work()
         then(searching.pid, found)
-        said, errors = searching.communicate(timeout=LIMIT_S)
+        output, errors = searching.communicate(timeout=LIMIT_S)
     finally:
         if searching.poll() is None:
             searching.kill()
             searching.wait()
     wait_until(lambda: not any(map(is_there, found)), "none is left", LIMIT_S)
-    return searching.returncode, said, errors
+    return searching.returncode, output, errors
 
 
 @pytest.mark.long
 def test_killed_search_process_is_an_error_naming_its_set() -> None:
-    code, said, errors = _while_it_searches(lambda _, pids: os.kill(pids[1], signal.SIGKILL))
+    code, output, errors = _while_it_searches(lambda _, pids: os.kill(pids[1], signal.SIGKILL))
     assert code == 2
-    assert "verdict" not in said
+    assert "verdict" not in output
     assert re.search(r"^fft: the search within '(shards|processes)': .*SIGKILL", errors), errors
     assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.long
 def test_ctrl_c_ends_all_searches() -> None:
-    code, said, errors = _while_it_searches(lambda pid, _: os.killpg(pid, signal.SIGINT))
+    code, output, errors = _while_it_searches(lambda pid, _: os.killpg(pid, signal.SIGINT))
     assert code != 0
-    assert "verdict" not in said
+    assert "verdict" not in output
     assert "Traceback" not in errors
 
 

@@ -95,7 +95,7 @@ def _assert_samples_once(run: Run) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_and_groups_agree_on_what_they_share(stage: Stage, name: str) -> None:
+def test_recipe_learns_and_groups_agree_on_shared_state(stage: Stage, name: str) -> None:
     recipe = RECIPES[name]
     run = stage.clean(recipe)
     _assert_audited(run, name)
@@ -213,7 +213,7 @@ class _AloneInStreams:
 
 
 @pytest.mark.multiprocess
-def test_the_bits_of_fragments_that_are_reduced_beside_a_step_are_those_of_torch_alone(
+def test_fragments_reduced_beside_a_step_have_the_bits_of_plain_torch(
     stage: Stage, one_thread: None
 ) -> None:
     run = stage.clean(RECIPES["streaming"], dropout=0.0)
@@ -276,7 +276,7 @@ def test_a_transient_fault_leaves_no_bit_changed(
 @pytest.mark.one_in(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("phase", INNER)
-def test_a_fault_in_an_inner_step_is_nobody_elses(stage: Stage, phase: str) -> None:
+def test_fault_in_an_inner_step_affects_only_its_group(stage: Stage, phase: str) -> None:
     recipe = RECIPES["diloco"]
     fault = {"name": "f", "kind": "exception", "step": 3, "group": 1, "rank": 0, "phase": phase}
     run, clean = stage.run(recipe, f"inner-{phase}", (fault,)), stage.clean(recipe)
@@ -317,9 +317,7 @@ def _of_group(run: Run, name: str, group: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "phase", [INNER[0], *(pytest.param(p, marks=pytest.mark.long) for p in INNER[1:])]
 )
-def test_an_inner_step_that_fails_on_one_rank_is_repeated_by_its_group_alone(
-    stage: Stage, phase: str
-) -> None:
+def test_failed_inner_step_is_repeated_by_its_group_alone(stage: Stage, phase: str) -> None:
     fault = {"name": "f", "kind": "exception", "step": 3, "group": 1, "rank": 0, "phase": phase}
     run, clean = stage.run(ISLANDS, f"inner-{phase}", (fault,)), stage.clean(ISLANDS)
     _assert_audited(run, phase)
@@ -377,15 +375,15 @@ def test_an_update_that_fails_on_one_rank_has_its_group_begin_anew(
 ) -> None:
     run = stage.run(replace(ISLANDS, name=f"alone.{where}"), "once")
     _assert_audited(run, where)
-    told = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
-    assert told == {("1", 0), ("1", 1)}
+    reported = {(line["group"], line["rank"]) for line in _notes(run, "inner_torn")}
+    assert reported == {("1", 0), ("1", 1)}
     _assert_shared(run, where)
     _assert_samples_once(run)
 
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_inner_steps_are_committed_while_nothing_crosses_the_link_to_the_job(stage: Stage) -> None:
+def test_inner_steps_commit_while_the_link_to_the_job_is_blocked(stage: Stage) -> None:
     """If they needed the job's bus, the step that releases the link would never begin."""
     run, clean = stage.run(replace(ISLANDS, name="alone.slow_link"), "held"), stage.clean(ISLANDS)
     _assert_audited(run, "held")
@@ -414,7 +412,7 @@ def test_islands_that_are_far_from_each_other_end_with_the_same_bits(stage: Stag
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("group", [0, 1])
-def test_an_island_that_is_killed_comes_back_over_a_slow_link_with_the_same_bits(
+def test_killed_island_returns_over_a_slow_link_with_the_same_bits(
     stage: Stage, group: int
 ) -> None:
     """The result is that of a fast link and a kill at the same place."""
@@ -442,7 +440,9 @@ def _assert_carried(run: Run, kinds: set[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_the_audit_misses_the_scope_of_a_group_and_judges_it(stage: Stage, tmp_path: Path) -> None:
+def test_audit_of_a_job_reports_a_missing_group_scope_and_judges_each(
+    stage: Stage, tmp_path: Path
+) -> None:
     shutil.copytree(stage.clean(ISLANDS).traces(), tmp_path / "traces")
     found = audit_dir(tmp_path / "traces")
     assert found.ok
@@ -471,8 +471,10 @@ def test_the_audit_misses_one_commit_in_the_scope_of_a_group(stage: Stage, tmp_p
     for path, lines in traces.items():
         path.write_text("".join(itertools.takewhile(lambda line: _commit_of(line) < last, lines)))
     report = audit_dir(tmp_path / "traces")
-    told = f"{scope.commits} inner steps of this rank, and {scope.commits - 1} commits in inner/"
-    assert told in report.render()
+    expected = (
+        f"{scope.commits} inner steps of this rank, and {scope.commits - 1} commits in inner/"
+    )
+    assert expected in report.render()
 
 
 def _commit_of(line: str) -> int:

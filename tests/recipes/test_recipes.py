@@ -271,7 +271,7 @@ def _assert_groups_agree(run: Run) -> None:
 @pytest.mark.one_in(5)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [_marks(recipe) for recipe in RECIPES])
-def test_it_learns_and_groups_agree(stage: Stage, name: str) -> None:
+def test_recipe_learns_and_groups_agree(stage: Stage, name: str) -> None:
     recipe = BY_NAME[name]
     run = stage.clean(recipe)
     _assert_audited(run, name)
@@ -345,7 +345,7 @@ def test_a_kill_leaves_no_bit_of_the_state_changed(stage: Stage, name: str) -> N
 
 
 @pytest.mark.multiprocess
-def test_the_recipes_do_what_they_are_named_for(stage: Stage) -> None:
+def test_recipes_exercise_the_features_in_their_names(stage: Stage) -> None:
     facts = {
         name: [r["facts"] for r in stage.clean(BY_NAME[name]).results[-1].values()]
         for name in (
@@ -369,7 +369,7 @@ def test_the_recipes_do_what_they_are_named_for(stage: Stage) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_peer_killed_while_a_metric_is_averaged_costs_nobody_else_its_state(
+def test_peer_killed_in_metric_averaging_costs_only_its_own_state(
     stage: Stage,
 ) -> None:
     clean = stage.clean(BY_NAME["torchft_loops.metrics_after_the_step"])
@@ -381,7 +381,7 @@ def test_a_peer_killed_while_a_metric_is_averaged_costs_nobody_else_its_state(
 
 
 @pytest.mark.multiprocess
-def test_an_error_that_comes_after_the_decision_is_none_of_the_next_reductions(
+def test_error_after_the_decision_does_not_affect_the_next_reductions(
     stage: Stage,
 ) -> None:
     """Otherwise this rank would skip the averaging of its loss, and the next one would meet a wrong
@@ -396,9 +396,7 @@ def test_an_error_that_comes_after_the_decision_is_none_of_the_next_reductions(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [None, "exception", pytest.param("kill", marks=pytest.mark.long)])
-def test_a_job_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
-    stage: Stage, kind: str | None
-) -> None:
+def test_resumed_job_ends_with_the_same_bits(stage: Stage, kind: str | None) -> None:
     whole = BY_NAME["language.checkpoint_and_resume"]
     dropout = 0.0 if kind == "kill" else 0.1
     clean = stage.clean(whole, dropout)

@@ -40,13 +40,13 @@ def test_link_delays_data_without_changing_it(
 ) -> None:
     link = Link(echo, latency_s, bytes_per_s)
     try:
-        said, heard, began = os.urandom(size), b"", time.monotonic()
+        sent, received, began = os.urandom(size), b"", time.monotonic()
         with socket.create_connection(("127.0.0.1", link.port), timeout=30) as end:
-            end.sendall(said)
-            while len(heard) < size:
-                heard += end.recv(1 << 16)
+            end.sendall(sent)
+            while len(received) < size:
+                received += end.recv(1 << 16)
             took = time.monotonic() - began
-        assert heard == said
+        assert received == sent
         assert took >= takes_s
     finally:
         link.close()

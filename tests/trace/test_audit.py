@@ -86,7 +86,7 @@ def test_invariant_without_checks_is_not_reported_as_ok(tmp_path: Path, digest: 
 
 
 @pytest.mark.parametrize("diverges", ["update", "epoch", "neither"])
-def test_audit_compares_the_states_of_an_epoch_apart_from_those_of_updates(
+def test_audit_compares_epoch_states_separately_from_update_states(
     tmp_path: Path, diverges: str
 ) -> None:
     """Between the two a script may change the state, whose digest then differs."""
@@ -153,7 +153,7 @@ def test_digests_that_only_some_headers_state_are_a_finding(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_verdict_tells_whether_a_trace_has_a_final_record(tmp_path: Path, ends: bool) -> None:
+def test_verdict_reports_a_trace_without_a_final_record(tmp_path: Path, ends: bool) -> None:
     job = TracedJob(tmp_path, 2)
     job.step()
     if ends:
@@ -225,7 +225,7 @@ def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1
 
 
-def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> None:
+def test_replicas_that_differed_and_were_healed_are_reported(tmp_path: Path) -> None:
     _apart(tmp_path, 3, on_divergence="heal")
     report = audit_dir(tmp_path)
     assert report.ok and not report.diverged
@@ -234,7 +234,7 @@ def test_replicas_that_differed_and_were_healed_are_told_of(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_an_end_without_state_is_told_with_the_mend(tmp_path: Path, committed: bool) -> None:
+def test_end_without_state_is_reported_with_the_fix(tmp_path: Path, committed: bool) -> None:
     job = TracedJob(tmp_path, 1)
     if committed:
         for _ in range(3):
@@ -270,9 +270,9 @@ def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:
     save_plan(tmp_path, FaultPlan.model_validate({"faults": [fault]}))
     trace = TraceWriter(tmp_path, Peer("0", 0, 1))
     trace.note("metrics", {"loss": 1.0})
-    said = CliRunner().invoke(app, ["report", str(tmp_path)]).output
-    assert "1 of 1 faults did not fire" in said
-    assert "x (exception, step 9, phase vote, group 0 rank 0)" in said
+    printed = CliRunner().invoke(app, ["report", str(tmp_path)]).output
+    assert "1 of 1 faults did not fire" in printed
+    assert "x (exception, step 9, phase vote, group 0 rank 0)" in printed
     trace.note("inject", {"name": "x", "kind": "exception", "phase": "vote", "step": 9})
     trace.close()
     assert fired(tmp_path) == "all 1 requested faults have fired"
@@ -298,9 +298,9 @@ def test_traces_of_a_whole_job_pass(traces: Path) -> None:
         "trace_whole", "replay", "agreement", "validity", "exactly_once", "samples_once",
         "shard_unity", "replicas_equal", "fencing", "live_set", "drain", "decided",
     }  # fmt: skip
-    told = json.loads(json.dumps(report.to_json()))
-    assert told["ok"] is True
-    assert all(i["violation"] is None for i in told["invariants"])
+    reported = json.loads(json.dumps(report.to_json()))
+    assert reported["ok"] is True
+    assert all(i["violation"] is None for i in reported["invariants"])
 
 
 def _change_a_byte(lines: list[str]) -> list[str]:
@@ -355,23 +355,19 @@ def test_damage_is_named_with_file_and_line(traces: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["größer", "half a \udcff character", "two\nlines", "\u2028"])
-def test_whatever_a_note_says_the_chain_holds_and_it_is_read_back(
-    tmp_path: Path, text: str
-) -> None:
+def test_note_with_any_content_is_read_back_and_keeps_the_chain(tmp_path: Path, text: str) -> None:
     job = TracedJob(tmp_path)
     node = next(iter(job.nodes.values()))
-    said = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
-    job.writers[node.peer].note("metrics", said, node.local)
+    content = {"loss": float("inf"), "none": None, "text": text, text: [1, 2.5, True]}
+    job.writers[node.peer].note("metrics", content, node.local)
     job.step()
     job.close()
     (note,) = read_lines(tmp_path, lambda line: line.get("note") == "metrics")
-    assert note["data"] == said
+    assert note["data"] == content
     assert audit_dir(tmp_path).ok
 
 
-def test_a_trace_that_lacks_its_end_is_named_and_no_guarantee_is_blamed(
-    traces: Path, window: int
-) -> None:
+def test_incomplete_trace_is_named_and_no_guarantee_is_violated(traces: Path, window: int) -> None:
     """The trace may be cut between any two lines, as by an incomplete copy."""
     path = traces / "g1r0i1.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -456,7 +452,7 @@ def test_a_torn_last_line_is_accepted_and_reported(traces: Path) -> None:
     assert "torn" in report.render()
 
 
-def test_a_last_event_of_which_a_row_is_missing_is_accepted_and_reported(traces: Path) -> None:
+def test_last_event_with_a_missing_row_is_accepted_and_reported(traces: Path) -> None:
     """A SIGKILL came between two lines of one event, none of whose effects was carried out."""
     path = first(traces)
     lines = lines_of(path)
@@ -505,7 +501,7 @@ def test_a_forged_decision_is_found_although_the_chain_is_right(traces: Path) ->
     assert names & {"replay", "agreement", "exactly_once"}
 
 
-def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces: Path) -> None:
+def test_transition_missing_from_the_table_is_found_with_its_line(traces: Path) -> None:
     def forge(record: dict[str, object]) -> bool:
         if record.get("to") != "PREPARED":
             return False
@@ -525,9 +521,7 @@ def test_a_transition_that_the_table_does_not_have_is_found_with_its_line(traces
     ["epoch", "txn", "step", "lineage", "state", "members", "from", "to", "roles", "on", "guards",
      "effects", "cause"],
 )  # fmt: skip
-def test_whatever_is_changed_of_a_transition_is_found_with_its_line(
-    traces: Path, name: str
-) -> None:
+def test_any_change_of_a_transition_is_found_with_its_line(traces: Path, name: str) -> None:
     def forge(record: dict[str, object]) -> bool:
         if record.get("to") != "PREPARED":
             return False
@@ -543,9 +537,7 @@ def test_whatever_is_changed_of_a_transition_is_found_with_its_line(
 @pytest.mark.parametrize(
     "name", ["epoch", "txn", "step", "lineage", "state", "members", "kind", "reason"]
 )
-def test_whatever_is_changed_of_a_fenced_event_is_found_with_its_line(
-    tmp_path: Path, name: str
-) -> None:
+def test_any_change_of_a_fenced_event_is_found_with_its_line(tmp_path: Path, name: str) -> None:
     job = TracedJob(tmp_path)
     job.step()
     node = job.live()[0]
@@ -660,7 +652,7 @@ def test_report_counts_no_fault_at_the_end_of_a_torchft_loop(tmp_path: Path, goe
     )
 
 
-def test_the_report_says_how_long_steps_waited_for_input(tmp_path: Path) -> None:
+def test_report_states_the_input_wait_of_steps(tmp_path: Path) -> None:
     for group, waits in (("0", range(100)), ("1", [250.0, 1.0])):
         trace = TraceWriter(tmp_path, Peer(group, 0, 1))
         for ms in waits:

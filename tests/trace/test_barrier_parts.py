@@ -148,9 +148,9 @@ def test_the_verdict_of_the_parts_is_that_of_the_whole(seeds: Iterable[int]) -> 
             for lives in (1, 8):
                 barriers = in_parts(case, lives)
                 finding = barriers.finding(is_whole=True)
-                told = seed, lives, whole, finding
-                assert (finding.violation is None) == (whole.violation is None), told
-                assert whole.violation is not None or finding.checks == whole.checks, told
+                details = seed, lives, whole, finding
+                assert (finding.violation is None) == (whole.violation is None), details
+                assert whole.violation is not None or finding.checks == whole.checks, details
                 parts += barriers.parts
                 good, bad = good + (whole.violation is None), bad + (whole.violation is not None)
     assert min(parts, good, bad) > 20, (parts, good, bad)

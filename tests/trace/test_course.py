@@ -98,8 +98,8 @@ def test_course_compares_with_an_undisturbed_run() -> None:
 
 def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
     course = interrupted()
-    told = "samples per step: 16 in 20, 8 in 12; 12 steps ran with a smaller batch"
-    assert told in summary_lines(course)
+    expected = "samples per step: 16 in 20, 8 in 12; 12 steps ran with a smaller batch"
+    assert expected in summary_lines(course)
     found = summary(course)
     assert found["steps_with_smaller_batch"] == 12
     assert found["steps_by_samples"] == [
@@ -114,7 +114,7 @@ def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
     assert "slices per step: 4 in all steps" in summary_lines(even)
 
 
-def test_course_estimates_what_is_left_by_steps_or_data() -> None:
+def test_course_estimates_the_remaining_time_by_steps_or_data() -> None:
     course = interrupted()
     assert course.share_done == pytest.approx(32 / 50)
     assert course.left_s() == pytest.approx(1.8)
@@ -158,7 +158,7 @@ def test_records_have_the_time_at_which_the_first_process_received_them(tmp_path
     assert {found["n"]: at for found, at in register_records(tmp_path)} == pytest.approx(first)
 
 
-def test_causes_name_ranks_in_words() -> None:
+def test_readable_cause_spells_out_group_and_rank() -> None:
     assert readable_cause("0/0#1: 1/2#3 died: killed\nmore") == "group 1 rank 2 died: killed"
     assert readable_cause("0/0#1: ValueError: boom") == "group 0 rank 0: ValueError: boom"
     assert readable_cause("a/b 1/2") == "a/b 1/2"
@@ -206,8 +206,8 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     job.step()
     job.close()
     assert newest_run(Path()) == newest_run(Path("runs/d")) == Path("runs/d/traces")
-    told = json.loads(CliRunner().invoke(app, ["report", "runs/d", "--json"]).stdout)
-    assert told["directory"] == "runs/d/traces"
+    reported = json.loads(CliRunner().invoke(app, ["report", "runs/d", "--json"]).stdout)
+    assert reported["directory"] == "runs/d/traces"
     shutil.rmtree("runs/d")
     found = json.loads(CliRunner().invoke(app, ["report", "--json"]).stdout)
     assert (found["directory"], found["steps"], found["incidents"]) == ("runs/a", 1, [])
@@ -216,7 +216,7 @@ def test_report_takes_the_newest_run_of_the_current_directory(
     assert "no fault was noticed" in out.getvalue()
 
 
-def test_report_states_when_and_at_what_cost_a_group_joined(tmp_path: Path) -> None:
+def test_report_states_when_and_at_which_cost_a_group_joined(tmp_path: Path) -> None:
     job = TracedJob(tmp_path, groups=2)
     job.clock += 100.0
     for _ in range(4):
@@ -295,7 +295,7 @@ def test_course_counts_recomputed_steps_as_neither_faults_nor_changes(every: int
     assert course.rates() is not None and TimeLost(course).undisturbed_rate is not None
 
 
-def test_course_counts_a_group_that_is_lost_while_a_step_is_computed_again() -> None:
+def test_course_counts_a_group_lost_during_a_replay() -> None:
     course = recomputed(6, lost=True)
     (fault,) = course.faults
     assert (fault.step, fault.lost, fault.code) == (6, ("1",), "recomputed")
@@ -325,7 +325,7 @@ def test_course_names_the_commit_with_which_a_group_left() -> None:
     assert (absence.n, absence.planned) == (3, True)
 
 
-def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() -> None:
+def test_course_counts_no_group_as_lost_that_left_before_a_fault() -> None:
     course = begun("0", "1", "2")
     course.take(record(3, "commit", 2, 6, change=True, leavers=["1"]), 0.2)
     course.take(record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code="died"), 0.3)
@@ -337,7 +337,7 @@ def test_course_counts_no_group_as_lost_that_left_on_purpose_before_a_fault() ->
     assert table is not None and list(table.columns[4].cells) == ["1"], "of group 2 alone"
 
 
-def test_course_divides_the_time_between_two_commits_among_the_rollbacks_in_it() -> None:
+def test_course_divides_time_between_commits_among_the_rollbacks() -> None:
     course = begun("0", "1")
     course.take(record(3, "commit", 2, 4), 0.2)
     for n, epoch, at in ((4, 1, 0.5), (6, 2, 1.5)):
@@ -357,7 +357,7 @@ def test_course_counts_a_step_that_the_user_skipped_as_no_fault() -> None:
     assert course.faults == []
 
 
-def test_course_counts_an_epoch_without_a_commit_to_the_rollback_before_it() -> None:
+def test_course_adds_an_epoch_without_commits_to_its_rollback() -> None:
     course = begun("0", "1")
     course.take(record(3, "commit", 2, 4), 0.2)
     course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
@@ -417,7 +417,7 @@ def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> 
     assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
 
 
-def test_course_takes_the_epochs_of_synchronizations_as_one_until_the_members_change() -> None:
+def test_course_merges_synchronization_epochs_with_equal_members() -> None:
     """In an asynchronous job each synchronization is an epoch of its own."""
     course, n, slices, at = Course(), 0, 0, 0.0
     groups = ["0", "1"]

@@ -9,7 +9,7 @@ from traced import TracedJob
 from fft.trace.happenings import happenings
 
 
-def test_attempt_of_a_process_that_was_replaced_is_lost_when_its_trace_ends(tmp_path: Path) -> None:
+def test_attempt_of_a_replaced_process_is_lost_when_its_trace_ends(tmp_path: Path) -> None:
     job = TracedJob(tmp_path)
     job.step()
     job.start_anew("1")

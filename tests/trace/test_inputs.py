@@ -160,11 +160,14 @@ def test_missing_or_unexpected_inputs_are_found(how: str, traces: Path) -> None:
 def test_slices_and_items_that_ranks_have_swapped_are_found(hsdp: Path) -> None:
     """The swap is between two groups in one txn, then between two ranks of a group."""
     ranks = [path for path in trace_files(hsdp) if "r0i" in path.name]
-    told = [_consumed(path)[2] for path in ranks]
-    assert told[0]["token"] == told[1]["token"] and told[0]["slice"] != told[1]["slice"]
-    for path, other in zip(ranks, reversed(told), strict=True):
+    consumed = [_consumed(path)[2] for path in ranks]
+    assert (
+        consumed[0]["token"] == consumed[1]["token"]
+        and consumed[0]["slice"] != consumed[1]["slice"]
+    )
+    for path, other in zip(ranks, reversed(consumed), strict=True):
         rewrite(path, nth_note("consumed", 2, saying(slice=other["slice"], item=other["item"])))
-    assert f"'consumed' of slice {told[1]['slice']}" in violated(audit_dir(hsdp))["inputs"]
+    assert f"'consumed' of slice {consumed[1]['slice']}" in violated(audit_dir(hsdp))["inputs"]
 
 
 def test_items_that_the_ranks_of_a_group_have_swapped_are_found(hsdp: Path) -> None:
@@ -189,7 +192,7 @@ def test_a_job_that_draws_no_data_by_fft_owes_no_notes(hsdp: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["transactions", "torchft"])
-def test_each_txn_owes_what_its_own_loop_does(first: str, hsdp: Path) -> None:
+def test_each_txn_owes_the_inputs_of_its_own_loop(first: str, hsdp: Path) -> None:
     """There are two loops in a row, in either order; then one that is still running at its last
     note."""
     change = _consumed(trace_files(hsdp)[0])[3]["token"]
@@ -323,13 +326,13 @@ ODD: dict[str, tuple[Callable[[], Change], str, str]] = {
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_an_entry_that_is_not_what_the_stage_before_gave_is_found(how: str, ahead: Path) -> None:
+def test_entry_unlike_the_one_given_by_the_stage_before_is_found(how: str, ahead: Path) -> None:
     change, name, text = ODD[how]
     rewrite(trace_files(last_stage(ahead))[0], change())
     assert text in violated(audit_dir(ahead))[name]
 
 
-def test_an_entry_that_nobody_of_the_group_has_made_is_found(tmp_path: Path) -> None:
+def test_entry_computed_by_no_rank_of_the_group_is_found(tmp_path: Path) -> None:
     """They were lost with a process of the previous stage; others of that stage have computed the
     slice."""
     run_seed(MADE_ANEW, load_spec("pipeline_ahead"), trace_dir=tmp_path)
@@ -368,7 +371,7 @@ def test_the_last_note_of_a_process_that_was_killed_may_be_missing(hsdp: Path) -
     assert "inputs" not in violated(audit_dir(hsdp))
 
 
-def test_runs_have_what_was_put_in_and_nothing_else() -> None:
+def test_runs_contain_exactly_the_added_pairs() -> None:
     dice = random.Random(7)
     runs, put = Runs(), list[tuple[int, int]]()
     version, number = 0, 0
@@ -394,10 +397,10 @@ def test_entry_made_while_forming_an_epoch_is_valid_for_its_state_holder(
     inputs = Inputs(Finding("inputs"), Given(), None, "0", "g0r0i1.jsonl")
     inputs._local = local
     inputs.note("line 8", {"note": "entry_made_anew", "data": {"slice": 5, "version": local.step}})
-    told = inputs.finding.violation
-    assert (told is not None) == is_told
-    if told is not None:
-        assert "made anew with version 0, by a rank without the state of the job" in told
+    reported = inputs.finding.violation
+    assert (reported is not None) == is_told
+    if reported is not None:
+        assert "made anew with version 0, by a rank without the state of the job" in reported
 
 
 def test_audit_finds_a_contribution_from_another_base_than_the_epochs(tmp_path: Path) -> None:

@@ -468,7 +468,7 @@ def test_random_runs() -> None:
     assert instants > 20
 
 
-def test_a_member_without_a_trace_is_taken_at_its_word() -> None:
+def test_member_without_a_trace_is_judged_by_its_messages() -> None:
     job = Job(2).until_running()
     history = history_of(job)
     del history.moves[job.node("1").peer]
@@ -525,7 +525,7 @@ def test_a_member_that_never_entered(run: Job) -> None:
     assert "in epoch 2" in finding.violation
 
 
-def test_one_is_given_another_set(run: Job) -> None:
+def test_participant_given_a_different_member_set_is_found(run: Job) -> None:
     def less(move: Any) -> Any:
         fewer = replace(move.after.epoch, members=move.after.epoch.members[:2])
         return replace(move, after=replace(move.after, epoch=fewer))
@@ -537,12 +537,12 @@ def test_one_is_given_another_set(run: Job) -> None:
 
 
 @pytest.mark.parametrize(("group", "word"), [("0", "ready"), ("1", "begin")])
-def test_one_heard_before_it_was_said(run: Job, group: str, word: str) -> None:
+def test_message_received_before_it_was_sent_is_found(run: Job, group: str, word: str) -> None:
     """The coordinator receives that another is in the barrier; another, that all are."""
     moves = run.record.moves[run.node(group).peer]
-    heard = [m for m in moves if m.event.type == word]
-    assert heard, f"{group} heard no {word}"
-    moves[:] = heard + moves
+    received = [m for m in moves if m.event.type == word]
+    assert received, f"{group} heard no {word}"
+    moves[:] = received + moves
     finding = judge_live_sets(run.record)
     assert finding.violation is not None
     assert "a message that was sent only later" in finding.violation
@@ -592,7 +592,7 @@ def test_process_that_skips_the_barrier_is_found_despite_lucky_timing() -> None:
     assert finding.place in finding.violation
 
 
-def test_process_that_skips_the_barrier_is_found_when_the_other_never_arrives() -> None:
+def test_process_that_skips_the_barrier_is_found_without_the_other() -> None:
     job = Hasty(2)
     until_ready(job, "0")
     job.crash(job.node("1"), tell=False)

@@ -47,8 +47,8 @@ def start(
     job = Start(directory, **state)
     for node in job.nodes.values():
         if origin is not None:
-            told = {"lineage": origin.lineage, "as": state["lineage"]}
-            job.writers[node.peer].note("resumed", told, node.local)
+            resumed_data = {"lineage": origin.lineage, "as": state["lineage"]}
+            job.writers[node.peer].note("resumed", resumed_data, node.local)
     for _ in range(steps):
         job.step()
     job.close()
@@ -71,7 +71,7 @@ def test_each_start_may_go_on_from_any_that_came_before(root: Path) -> None:
     assert found.resumed.checks == 2 + 3 * 2, "nothing is missing; a place in the data, and bits"
 
 
-def test_a_state_that_got_another_lineage_is_looked_for_under_the_one_it_had(
+def test_resharded_state_is_looked_up_under_its_original_lineage(
     tmp_path: Path,
 ) -> None:
     """The lineage changes when a state is loaded for another number of ranks; several starts may
@@ -170,7 +170,7 @@ def test_commits_of_a_later_start_are_no_resume_point(root: Path) -> None:
     assert "where no earlier start has committed" in str(found.violation)
 
 
-def test_a_start_after_the_end_is_said_to_have_done_nothing(tmp_path: Path) -> None:
+def test_start_after_the_end_is_reported_as_empty(tmp_path: Path) -> None:
     """The same command was given again for a job that has all its steps."""
     start(tmp_path / "start2", 0, start(tmp_path, 3)[-1])
     found = audit_job(tmp_path)
@@ -200,7 +200,7 @@ def test_abandoned_histories_use_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [{}, {"config": {}}, {"config": {"world": 1}, "start": None}])
-def test_a_header_that_says_nothing_of_the_state_is_found(line: dict[str, Any], root: Path) -> None:
+def test_header_without_a_state_digest_is_found(line: dict[str, Any], root: Path) -> None:
     path = root / "start2" / "g0r0i1.jsonl"
     rewrite(path, lambda old: [{**old, **line, "format": 1} if old["kind"] == "header" else old])
     found = audit_job(root)
@@ -208,7 +208,7 @@ def test_a_header_that_says_nothing_of_the_state_is_found(line: dict[str, Any], 
     json.dumps(found.to_json())
 
 
-def test_a_word_of_a_checkpoint_that_says_nothing_counts_as_none(root: Path) -> None:
+def test_empty_resumed_note_is_ignored(root: Path) -> None:
     path = root / "start2" / "g0r0i1.jsonl"
     rewrite(path, nth_note("resumed", 0, lambda note: [{**note, "data": {}}]))
     assert audit_job(root).ok, "the lineage is the one that was committed"
@@ -263,7 +263,7 @@ def test_audit_reports_notes_of_ends_that_cannot_be_read(root: Path) -> None:
     assert "it is not readable" in audit_job(root).render()
 
 
-def test_a_new_start_forgets_the_notes_about_earlier_traces_of_its_folder(root: Path) -> None:
+def test_new_start_drops_the_notes_on_earlier_traces_of_its_folder(root: Path) -> None:
     note_all_ends(root)
     shutil.rmtree(root / "start4")
     forget_ends(root / "start4")

@@ -80,8 +80,8 @@ def test_page_separates_planned_departures_from_losses(tmp_path: Path) -> None:
         job.step()
     job.close()
     data = data_of(page(tmp_path))
-    told = [text for _, _, text in data["changes"]]
-    assert told == ["group 1 left after this commit", "group 2 was lost by a fault"]
+    reported = [text for _, _, text in data["changes"]]
+    assert reported == ["group 1 left after this commit", "group 2 was lost by a fault"]
     (fault,) = data["faults"]
     times = [at for at, *_ in data["changes"]] + [event["at"] for event in data["events"]]
     assert min(times) > 0 and max(times) < 10, "seconds since the first epoch"

@@ -83,7 +83,7 @@ def test_a_gap_with_room_for_its_mark_costs_no_other_line(tmp_path: Path) -> Non
     assert numbers(lines) == [0, "lost 1", "lost 3"]  # 2 and 3, which was sacrificed, and 4
 
 
-def test_a_disk_that_stays_full_is_said_at_the_end(tmp_path: Path) -> None:
+def test_disk_that_stays_full_is_reported_at_the_end(tmp_path: Path) -> None:
     lines, errors = written(
         tmp_path,
         """
@@ -165,14 +165,14 @@ def test_training_goes_on_and_the_audit_is_incomplete(tmp_path: Path, room_again
     trainer = Forked(as_main, str(script), str(tmp_path / "run"), str(room_again_at), talks=True)
     try:
         code = trainer.wait(120)
-        said = trainer.stdout.read()
+        output = trainer.stdout.read()
     finally:
         trainer.close()
-    assert code == 0, said
-    assert "done at step 12\n" in said
+    assert code == 0, output
+    assert "done at step 12\n" in output
     # A short line may fit where a longer one did not; it is then written once more.
-    lost, again = (said.count(word) for word in ("cannot be written", "can be written again"))
-    assert lost >= 1 and lost - again == (room_again_at == 99), said
+    lost, again = (output.count(word) for word in ("cannot be written", "can be written again"))
+    assert lost >= 1 and lost - again == (room_again_at == 99), output
     report = audit_dir(tmp_path / "run")
     assert not report.ok and report.gaps
     assert all(finding.violation is None for finding in report.findings), report.render()

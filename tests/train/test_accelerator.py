@@ -270,7 +270,7 @@ def test_an_error_that_passes_is_no_loss(device: Device) -> None:
         accelerator.wait(SOON)
 
 
-def test_a_wait_says_that_the_device_is_lost(device: Device) -> None:
+def test_wait_on_a_lost_device_raises_device_lost(device: Device) -> None:
     device.default.queued = 1
     device.on_look = lambda: setattr(device, "error", failure("illegal memory access", 700))
     with pytest.raises(DeviceLost, match="illegal memory access"):
@@ -284,7 +284,7 @@ def test_a_lost_device_is_no_mistake_of_the_script() -> None:
 # --- fingerprints -----------------------------------------------------------------------------
 
 
-def test_fingerprints_are_what_they_were() -> None:
+def test_fingerprints_equal_their_pinned_values() -> None:
     """Sums are taken on the device by now; otherwise replicas of two versions would differ."""
     generator = torch.Generator().manual_seed(4)
     tensors = [torch.randn(n, generator=generator) for n in (3, 40_000, 17, 300_000)]

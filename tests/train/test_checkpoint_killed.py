@@ -104,7 +104,7 @@ def killed(url: str, count: int, before: tuple[int, ...]) -> tuple[Checkpoints, 
 @pytest.mark.parametrize(
     "before", [(), pytest.param((2, 6), marks=pytest.mark.long)], ids=["first", "again"]
 )
-def test_whatever_a_killed_writer_leaves_a_job_goes_on(
+def test_job_goes_on_after_a_writer_is_killed_at_any_point(
     before: tuple[int, ...], places: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """This holds for the first checkpoint of all, and for a step that already has one."""

@@ -80,7 +80,7 @@ def test_unpublished_attempt_is_listed_and_never_chosen(store: Store) -> None:
     assert newest is not None and newest.step == 2
 
 
-def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: Store) -> None:
+def test_receipt_of_another_attempt_or_without_its_file_is_ignored(store: Store) -> None:
     directory = written(store, 5, "new")
     deliver(store, directory, "old", "1", 1, 5)
     assert ("1", 1) not in Checkpoints(store).receipts(directory, "new")
@@ -89,7 +89,7 @@ def test_a_receipt_of_another_attempt_or_without_its_file_does_not_count(store: 
     assert ("0", 1) not in Checkpoints(store).receipts(directory, "new")
 
 
-def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> None:
+def test_newest_checkpoints_are_kept_and_older_attempts_removed(store: Store) -> None:
     found = published(store, 2, 4, 6, 8)
     written(store, 3, "killed")
     written(store, 8, "once-more")
@@ -102,7 +102,7 @@ def test_the_newest_are_kept_and_what_older_attempts_left_goes(store: Store) -> 
     assert found.verify(6).step == 6
 
 
-def test_a_damaged_one_among_those_that_are_kept_is_left_to_be_looked_at(store: Store) -> None:
+def test_damaged_checkpoint_among_the_kept_ones_is_not_removed(store: Store) -> None:
     found = published(store, 2, 4, 6, 8)
     for step in (2, 6):
         store.write(f"step-{step}/{MANIFEST}", b"{")
@@ -186,7 +186,7 @@ def test_one_that_cannot_get_its_name_is_whole_all_the_same(
     assert about_newest(plan, outcome).startswith(text)
 
 
-def test_one_that_others_remove_before_it_has_its_name_is_none(tmp_path: Path) -> None:
+def test_publishing_a_removed_attempt_raises_file_not_found(tmp_path: Path) -> None:
     class Pruned(LocalStore):
         def rename(self, old: str, new: str) -> None:
             self.remove(old)
@@ -234,7 +234,7 @@ def test_checkpoint_without_parent_fsync_is_listed(
     assert "is whole, though it was not published to the end: fsync" in caplog.text
 
 
-def test_a_rename_that_fails_leaves_what_had_the_name(tmp_path: Path) -> None:
+def test_failed_rename_leaves_the_existing_directory(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     found = published(store, 4)
     with pytest.raises(FileNotFoundError):
@@ -247,15 +247,15 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order is that of the system calls."""
-    said: list[str] = []
+    output: list[str] = []
     sync, rename = os.fsync, Path.rename
 
     def noted_sync(fd: int) -> None:
-        said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        output.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
         sync(fd)
 
     def noted_rename(self: Path, target: Path) -> Path:
-        said.append(f"rename {self.name} {target.name}")
+        output.append(f"rename {self.name} {target.name}")
         return rename(self, target)
 
     monkeypatch.setattr(os, "fsync", noted_sync)
@@ -263,18 +263,18 @@ def test_files_are_synced_before_their_names_and_the_directory_after(
     store = LocalStore(tmp_path)
     store.write("step-1.partial-a/x.json", b"{}")
     store.rename("step-1.partial-a", "step-1")
-    assert said == [
+    assert output == [
         "sync .x.json.new",
         "rename .x.json.new x.json",
         "sync step-1.partial-a",
         "rename step-1.partial-a step-1",
         f"sync {tmp_path.name}",
     ]
-    said.clear()
+    output.clear()
     store.write("step-1.partial-b/x.json", b"{}")
     store.rename("step-1.partial-b", "step-1")  # a checkpoint of this name exists already
     aside = f"step-1.partial-removed-{os.getpid()}"
-    assert said[3:] == [
+    assert output[3:] == [
         f"rename step-1 {aside}",
         f"sync {tmp_path.name}",
         "rename step-1.partial-b step-1",
@@ -288,9 +288,9 @@ def test_a_file_system_without_locks_keeps_a_job_with_a_warning(
 ) -> None:
     """On such a file system the lock call fails with this error; here the kernel refuses it for one
     process."""
-    said = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
-    assert "held; at work: None\n" in said
-    assert "a second job there is not refused" in said
+    output = ended_well(_hold_without_locks, number, tmp_path / "place", log=tmp_path / "log")
+    assert "held; at work: None\n" in output
+    assert "a second job there is not refused" in output
 
 
 def _hold_without_locks(number: int, place: Path) -> None:
@@ -353,7 +353,7 @@ def test_another_interval_is_refused(every: str) -> None:
         Checkpointing("x", every)
 
 
-def test_the_environment_comes_before_the_script_and_tells_the_same(tmp_path: Path) -> None:
+def test_environment_overrides_the_script_with_the_same_settings(tmp_path: Path) -> None:
     plan = Checkpointing(tmp_path, "30s", 5)
     env = plan.to_env(12)
     assert checkpointing_of("elsewhere", env) == Checkpointing(str(tmp_path), "30s", 5, 12)
@@ -374,14 +374,14 @@ def test_a_new_job_does_not_begin_among_the_checkpoints_of_another(store: Store)
     assert chosen is not None and chosen.step == 3
 
 
-def test_a_job_does_not_begin_anew_where_all_its_checkpoints_are_damaged(tmp_path: Path) -> None:
+def test_job_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
     found = published(open_store(str(tmp_path)), 3)
     (tmp_path / "step-3" / "g0r0.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-3/g0r0\.json: the file is missing"):
         choose(found, resume=True)
 
 
-def test_a_place_is_kept_for_one_job_while_it_runs(tmp_path: Path) -> None:
+def test_checkpoint_directory_is_held_by_one_running_job(tmp_path: Path) -> None:
     one, other = open_store(str(tmp_path)), open_store(str(tmp_path))
     with one.hold():
         with pytest.raises(StoreError, match="another job keeps its checkpoints in"), other.hold():
@@ -483,7 +483,7 @@ def test_killed_writer_leaves_no_complete_looking_checkpoint(
     raise AssertionError("it comes to no end")
 
 
-def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store: Store) -> None:
+def test_writers_of_one_job_keep_the_checkpoints_of_each_other(store: Store) -> None:
     """If groups write at the same time, the later step may be published first."""
     found, old, life, other = Checkpoints(store), "a1", "11-a", "22-a"
     for step, attempt in ((8, old), (6, life)):
@@ -499,7 +499,7 @@ def test_writers_of_one_job_do_not_give_up_what_the_others_have_published(store:
     assert [e.step for e in found.found() if e.step is not None] == [4], "another life of the bus"
 
 
-def test_a_name_of_an_attempt_tells_the_life_of_its_bus() -> None:
+def test_attempt_name_contains_the_lifetime_of_its_bus() -> None:
     one, other, elsewhere = (
         attempt_name("g", "1|x"),
         attempt_name("g", "2|y"),
@@ -587,7 +587,7 @@ def test_link_that_leads_nowhere_is_named_and_ends_nothing(target: str, tmp_path
     assert found.verify(8).step == 8
 
 
-def test_checkpoint_that_cannot_be_removed_ends_the_removal_of_no_other(
+def test_undeletable_checkpoint_does_not_stop_the_other_removals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = published(LocalStore(tmp_path), 2, 4, 6, 8)

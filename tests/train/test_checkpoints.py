@@ -48,9 +48,9 @@ from fft.train.checkpoint import contents, writer
 from fft.train.checkpoint.contents import Snapshot, write_rank
 from fft.train.checkpoint.writer import (
     NAME,
-    Attempt,
     RankWriter,
     WorkerPool,
+    WriteAttempt,
     WriterContext,
     decline,
 )
@@ -181,14 +181,14 @@ def is_writing() -> bool:
 
 def reports(start: Start) -> list[CheckpointReport]:
     """Return the reports on the bus about its checkpoints, in order."""
-    heard = list[CheckpointReport]()
+    received = list[CheckpointReport]()
 
     def hear(payload: bytes) -> None:
         if isinstance(word := decode_report(payload), CheckpointReport):
-            heard.append(word)
+            received.append(word)
 
     start.manager._parts.job.bus.subscribe(hear, lambda error: None, "progress")
-    return heard
+    return received
 
 
 def at(place: Path, **values: Any) -> fft.Checkpointing:
@@ -201,7 +201,7 @@ def notes(traces: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("loader", [Stream, lambda: fft.CursorLoader(data(), 4, seed=5)])
-def test_a_job_resumed_twice_in_a_row_has_the_bits_of_one_that_was_not(
+def test_job_resumed_twice_has_the_bits_of_an_uninterrupted_one(
     loader: Any, tmp_path: Path
 ) -> None:
     whole = Start(tmp_path / "whole").train(loader(), 18).all()
@@ -260,7 +260,7 @@ def test_changes_made_after_a_commit_are_in_its_checkpoint(leaves: bool, tmp_pat
     assert [n["step"] for n in notes(tmp_path / "part3", "resumed")] == [16]
 
 
-def test_an_error_after_a_commit_leaves_no_checkpoint_of_half_its_work(
+def test_error_after_a_commit_leaves_no_partial_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "checkpoints"
@@ -358,7 +358,7 @@ class AwaitedEvent(threading.Event):
         return super().wait(timeout)
 
 
-def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
+def test_receipt_is_delivered_after_the_body_that_may_change_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step function changes a parameter after the files are written, so they do not match the
@@ -395,7 +395,7 @@ def test_receipt_is_delivered_only_after_the_body_that_could_change_the_copy(
 
 
 @pytest.mark.parametrize("part", ["_look_up", "_copy"])
-def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
+def test_slow_copy_costs_the_checkpoint_and_not_the_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended, copy = threading.Event(), getattr(Snapshot, part)
@@ -417,7 +417,7 @@ def test_a_copy_that_takes_too_long_costs_the_checkpoint_and_not_the_step(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() -> None:
+def test_free_thread_is_reused_and_a_failed_one_is_not() -> None:
     threads, seen, go_on = WorkerPool(), list[int | None](), threading.Event()
 
     def works() -> None:
@@ -444,7 +444,7 @@ def test_a_thread_that_is_free_is_used_again_and_one_that_has_failed_is_not() ->
     wait_until(lambda: not any(t.name.startswith(NAME) for t in threading.enumerate()), "all end")
 
 
-def test_others_see_that_a_job_may_write_until_it_has_ended(tmp_path: Path) -> None:
+def test_job_is_marked_as_writing_until_its_end(tmp_path: Path) -> None:
     """This also holds between two checkpoints, and while no process of the job is writing."""
     store, seen = open_store(str(tmp_path / "checkpoints")), list[bool | None]()
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
@@ -482,7 +482,7 @@ def test_a_store_that_goes_away_and_comes_back(
     assert "no checkpoint of step 8" in caplog.text and str(place) in caplog.text
 
 
-def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
+def test_slow_disk_delays_no_step_and_skips_due_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The checkpoint in progress is finished; those that were due meanwhile are skipped."""
@@ -502,9 +502,9 @@ def test_a_disk_that_is_slower_than_checkpoints_come_delays_none_of_the_steps(
             wait_until((place / "step-4").exists, "it is published")
 
     start.manager.on_commit(let_go)
-    heard = reports(start)
+    received = reports(start)
     start.train(Stream(), 16, outruns=True)
-    left_out = [word.step for word in heard if word.outcome == "too_often"]
+    left_out = [word.step for word in received if word.outcome == "too_often"]
     assert left_out == [8, 12]
     assert [n["step"] for n in notes(tmp_path / "traces", "checkpoint_skipped")] == [8, 12]
     assert "no checkpoint of step 8: the one before is still being written" in caplog.text
@@ -558,7 +558,7 @@ def _fill_the_disk(root: Path) -> None:
     (root / "steps").write_text(str(start.manager.current_step()))
 
 
-def test_a_disk_without_room_costs_the_checkpoint_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_full_disk_costs_the_checkpoint_and_leaves_no_partial_one(tmp_path: Path) -> None:
     env = dict.fromkeys(SET_BY_LAUNCHERS)
     process = Forked(_fill_the_disk, tmp_path, env=env, log=tmp_path / "out")
     try:
@@ -602,7 +602,7 @@ def test_a_group_takes_the_random_states_that_were_its_own(
     assert ("no buffers and random states of group 1" in caplog.text) == (not is_own)
 
 
-def test_the_audit_sees_a_start_that_goes_on_from_what_nobody_has_committed(tmp_path: Path) -> None:
+def test_audit_finds_a_start_that_resumes_an_uncommitted_state(tmp_path: Path) -> None:
     place, traces = tmp_path / "checkpoints", tmp_path / "traces"
     Start(traces, checkpoint=at(place)).train(Stream(), 6)
     Start(traces / "start2", 7, checkpoint=at(place)).train(Stream(), 9)
@@ -682,9 +682,7 @@ def test_a_new_job_is_not_mixed_into_the_checkpoints_of_another(
         Start(tmp_path / "second", checkpoint=at(place, resume=False)).train(Stream(), 9)
 
 
-def test_a_step_that_was_asked_for_and_is_damaged_is_not_replaced_by_another(
-    place: Path, tmp_path: Path
-) -> None:
+def test_damaged_requested_step_is_not_replaced_by_another(place: Path, tmp_path: Path) -> None:
     file = next((place / "step-4").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -736,7 +734,7 @@ def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(
     assert tree["state"]["optimizers"][0]["param_groups"][0]["lr"] == 3.5
 
 
-def test_optimizer_state_that_cannot_be_sent_ends_the_job_after_the_first_step(
+def test_unsendable_optimizer_state_ends_the_job_after_the_first_step(
     tmp_path: Path,
 ) -> None:
     """Each group that joined would stop the others; the state exists since the first update."""
@@ -752,7 +750,7 @@ def test_unserializable_late_optimizer_state_fails_only_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
-    odd, heard = start.model[0].weight, reports(start)
+    odd, received = start.model[0].weight, reports(start)
 
     def change() -> None:
         if start.manager.current_step() > 1:
@@ -761,12 +759,12 @@ def test_unserializable_late_optimizer_state_fails_only_the_checkpoint(
     start.manager.on_commit(change)
     start.train(Stream(), 5)
     assert start.manager.current_step() == 5
-    assert [(word.step, word.outcome) for word in heard] == [(4, "failed"), (5, "failed")]
+    assert [(word.step, word.outcome) for word in received] == [(4, "failed"), (5, "failed")]
     assert "optimizers[0].state[model0.0.weight][odd] is a object" in caplog.text
     assert not Checkpoints(open_store(str(tmp_path / "checkpoints"))).found()
 
 
-def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
+def test_unserializable_state_is_logged_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = Start(tmp_path / "traces", checkpoint=at(tmp_path / "checkpoints"))
@@ -778,9 +776,7 @@ def test_a_state_that_no_file_can_hold_is_said_and_training_goes_on(
     assert "safetensors has no type for tensors of torch.complex128" in caplog.text
 
 
-def test_a_checkpoint_of_groups_that_step_together_is_none_for_such_that_step_alone(
-    place: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_a_lockstep_job_is_refused_by_local_sgd(place: Path, tmp_path: Path) -> None:
     manager = fft.ManagerFFT(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=None,
@@ -819,7 +815,7 @@ def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
     """A checkpoint is published without its buffers; without the shared state it is given up."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, EPOCH, 1, (), "async", "0" * 64, None)
+    attempt = WriteAttempt(named, record, EPOCH, 1, (), "async", "0" * 64, None)
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
 
     def publish() -> None:
@@ -837,15 +833,15 @@ def test_rank_that_delivers_nothing_is_not_awaited(tmp_path: Path) -> None:
 
 def publisher_of(
     place: Path, closing: threading.Event, ranks: int = 1, snapshot: Any = None
-) -> tuple[Attempt, RankWriter]:
+) -> tuple[WriteAttempt, RankWriter]:
     """Return the process that would publish an attempt of two groups, without taking part in it."""
     record = Record(2, "commit", 1, 1, 5, "lineage", 9, 9, Peer("0", 0, 1))
     named = Named(attempt_name("life", "2"), 5, "0")
-    attempt = Attempt(named, record, EPOCH, ranks, (), "hsdp", "0" * 64, None)
+    attempt = WriteAttempt(named, record, EPOCH, ranks, (), "hsdp", "0" * 64, None)
     return attempt, RankWriter(context_of(place, closing), attempt, snapshot)
 
 
-def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_path: Path) -> None:
+def test_rank_of_the_writers_group_that_delivers_nothing_ends_attempt(tmp_path: Path) -> None:
     """The attempt ends at once, whether or not the other groups have reported anything."""
     found, began = Checkpoints(open_store(str(tmp_path))), time.monotonic()
     attempt, publisher = publisher_of(tmp_path, threading.Event(), ranks=2)
@@ -858,7 +854,7 @@ def test_a_rank_of_the_writers_group_that_delivers_nothing_ends_the_attempt(tmp_
 
 
 @pytest.mark.parametrize("case", ["delivers", "ends", "is whole"])
-def test_an_attempt_that_has_failed_is_removed_when_nobody_writes_in_it(
+def test_failed_attempt_is_removed_after_its_writers_stop(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the process ends before that, the attempt stays; so does one with a manifest."""
@@ -894,7 +890,7 @@ def test_one_that_waits_for_others_is_not_ended_by_the_next(tmp_path: Path) -> N
     assert found.verify(5).groups == ("0", "1")
 
 
-def test_after_the_limit_it_goes_whatever_others_say(
+def test_failed_attempt_is_removed_after_the_limit_in_any_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fft.train.checkpoint.writer._WAIT_S", 0.1)
@@ -918,7 +914,7 @@ def test_directory_remade_by_a_late_rank_is_removed_before_the_next(tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", ["next one begins", "job ends"])
-def test_nobody_waits_long_for_receipts_that_cannot_be_written(
+def test_wait_for_undeliverable_receipts_is_bounded(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others cannot report that they have stopped writing either.
@@ -968,12 +964,12 @@ def test_leftovers_of_a_stopped_writer_are_removed_when_it_wakes(tmp_path: Path)
     assert found.store.directories() == ["step-9"]
 
 
-def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[Attempt, RankWriter]:
+def cut_of(tmp_path: Path, cursor: int, **record: Any) -> tuple[WriteAttempt, RankWriter]:
     """Return the first stage's part of a checkpoint of two stages, at that place in the data."""
     held = Record(2, "commit", 1, 1, 5, "lineage", cursor, 9, Peer("0", 0, 1), **record)
     named = Named(attempt_name("life", "2"), 5, "0")
     stages = ("stage0", "stage1")
-    attempt = Attempt(named, held, EPOCH, 2, stages, "pipeline_ahead", "0" * 64, None)
+    attempt = WriteAttempt(named, held, EPOCH, 2, stages, "pipeline_ahead", "0" * 64, None)
     return attempt, RankWriter(context_of(tmp_path), attempt)
 
 

@@ -323,9 +323,7 @@ def kinds(value: Any) -> Any:
 
 @pytest.mark.parametrize("carry", [by_heal, by_file])
 @pytest.mark.parametrize("is_here", [False, True])
-def test_optimizer_state_keeps_the_layout_that_it_had(
-    mesh: DeviceMesh, carry: Any, is_here: bool
-) -> None:
+def test_optimizer_state_keeps_its_layout(mesh: DeviceMesh, carry: Any, is_here: bool) -> None:
     model, optimizer, state = sharded(mesh)
     optimizer.state[model.weight] = entries(mesh)
     other, its_optimizer, its = sharded(mesh)

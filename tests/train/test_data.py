@@ -134,7 +134,7 @@ def test_a_joiner_goes_on_at_the_cursor_although_more_was_drawn() -> None:
         assert joiner.take(Due(2, number, 3)) == source.take(Due(2, number, 3)) == [number]
 
 
-def test_a_stream_that_ends_says_so() -> None:
+def test_exhausted_stream_holds_no_further_items() -> None:
     source = as_source(Stream(3))
     assert source.holds(0, 3)
     assert not source.holds(0, 4)
@@ -186,14 +186,14 @@ def numbers() -> Iterator[int]:
     yield from range(10)
 
 
-def test_a_plain_loader_is_refused_with_the_mend() -> None:
+def test_a_plain_loader_is_refused_with_the_fix() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8))
     loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
     with pytest.raises(DataError, match=r"DataLoader.*CursorLoader\(dataset, 4, num_workers=2"):
         as_source(loader)
 
 
-def test_a_loader_of_a_stream_is_refused_with_another_mend() -> None:
+def test_a_loader_of_a_stream_is_refused_with_another_fix() -> None:
     class Endless(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return numbers()
@@ -207,7 +207,7 @@ def test_a_generator_is_refused() -> None:
         as_source(numbers())
 
 
-def test_replay_only_takes_it_and_refuses_to_go_on_elsewhere() -> None:
+def test_replay_only_source_is_used_and_refuses_to_resume_elsewhere() -> None:
     source = as_source(numbers(), replay_only=True)
     assert source.take(Due(0, 1, 2)) == 1
     with pytest.raises(DataError, match="load_state_dict"):
@@ -225,7 +225,7 @@ def test_a_list_is_had_in_any_order() -> None:
     assert not source.holds(0, 4)
 
 
-def test_a_joiner_with_other_data_is_told_what_differs() -> None:
+def test_joiner_with_different_data_is_refused_with_the_difference() -> None:
     data = list(range(20))
     source = fft.CursorLoader(data, 4, seed=1)
     fft.CursorLoader(data, 4, seed=1).load(source.export(3), 3)
@@ -247,7 +247,7 @@ def test_each_rank_of_each_group_takes_an_item_of_its_own() -> None:
     assert taken == [[n] for n in range(10, 16)]
 
 
-def test_a_stream_of_groups_of_two_ranks_goes_on_at_the_item_of_the_cursor() -> None:
+def test_stream_of_groups_of_two_ranks_resumes_at_the_cursor() -> None:
     """The cursor counts slices; for the loader of such a group each slice is two items."""
     ranks, cursor = 2, 3
     source = StreamSource(Stream())
@@ -271,7 +271,7 @@ def test_non_contributing_rank_takes_an_item() -> None:
     assert drawn(inputs, plan(5, None, 2)).batch == [11]
 
 
-def test_the_last_txn_is_known_one_before_it_and_without_loading_any() -> None:
+def test_last_txn_is_recognized_one_before_without_loading_items() -> None:
     class Untouched(torch.utils.data.Dataset[int]):
         def __len__(self) -> int:
             return 12
@@ -288,7 +288,7 @@ def test_the_last_txn_is_known_one_before_it_and_without_loading_any() -> None:
 
 
 @pytest.mark.parametrize("make", [Stream, lambda: [[n] for n in range(9)]])
-def test_a_body_that_edits_its_batch_leaves_the_replay_what_was_loaded(make: Any) -> None:
+def test_replay_of_an_edited_batch_gets_the_loaded_one(make: Any) -> None:
     inputs = Inputs(as_source(make()), 1, 0)
     first = drawn(inputs, plan(0, 1, 3)).batch
     first.append("edited")

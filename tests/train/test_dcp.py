@@ -110,7 +110,7 @@ def test_a_tied_model_that_dcp_has_saved_is_imported(tmp_path: Path) -> None:
     assert resumed.head.weight is resumed.embedding.weight
 
 
-def test_weights_that_are_tied_here_and_differ_in_the_import_are_refused(tmp_path: Path) -> None:
+def test_tied_weights_that_differ_in_the_import_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "dcp", head__weight=torch.ones(5, WIDTH))
     import_dcp(checkpoints(tmp_path / "job"), tmp_path / "dcp", 3, 3)
     with pytest.raises(StateMismatch, match=r"head.weight and .*embedding.weight are tied"):

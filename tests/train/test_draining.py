@@ -192,5 +192,5 @@ HERE = Local(
         (replace(HERE, role="joining", epoch=None), "in no epoch"),
     ],
 )  # fmt: skip
-def test_waiting_for_names_what_is_missing(local: Local, words: str) -> None:
+def test_waiting_for_names_the_missing_parts(local: Local, words: str) -> None:
     assert re.search(words, waiting_for(local, CONFIG, 12.5)), waiting_for(local, CONFIG, 12.5)

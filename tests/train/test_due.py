@@ -103,7 +103,7 @@ def bus() -> Iterator[ErrorBus]:
         yield made
 
 
-def test_all_members_of_the_txn_take_it_and_nobody_else(bus: ErrorBus) -> None:
+def test_only_the_members_of_the_txn_take_the_checkpoint(bus: ErrorBus) -> None:
     job = Job(bus, every=2)
     found = [job.txn(members) for members in ("012", "01", "12", "02", "01", "12")]
     assert found == [set(), {"0", "1"}, set(), {"0", "2"}, set(), {"1", "2"}]
@@ -129,7 +129,7 @@ def test_late_rank_finds_the_message_of_the_previous_commit(bus: ErrorBus) -> No
     assert found[0] is not None and found[0] == found[1]
 
 
-def test_a_writer_that_stands_apart_is_not_lost_and_one_that_is_lost_is_replaced(
+def test_local_writer_is_not_lost_and_a_lost_one_is_replaced(
     bus: ErrorBus,
 ) -> None:
     job = Job(bus)
@@ -155,7 +155,7 @@ def test_rolled_back_or_skipped_txn_has_no_checkpoint(bus: ErrorBus) -> None:
     assert job.txn("12") == {"1", "2"}, "though others have voted for that step before"
 
 
-def test_by_time_it_is_that_of_the_job_and_not_of_each_group(bus: ErrorBus) -> None:
+def test_checkpoint_interval_in_seconds_counts_for_the_whole_job(bus: ErrorBus) -> None:
     job = Job(bus, every=f"{INTERVAL_S}s")
     assert job.txn("01") == {"0", "1"}, "the first"
     began = time.monotonic()
@@ -165,11 +165,11 @@ def test_by_time_it_is_that_of_the_job_and_not_of_each_group(bus: ErrorBus) -> N
     assert job.txn("12") == {"1", "2"}
 
 
-def test_the_last_commit_needs_no_word(bus: ErrorBus) -> None:
+def test_last_commit_is_due_without_a_message(bus: ErrorBus) -> None:
     assert Job(bus, every=1000).txn("01", last=True) == {"0", "1"}
 
 
-def test_the_last_commit_is_taken_though_it_is_a_skip(bus: ErrorBus) -> None:
+def test_skipped_last_commit_still_takes_its_checkpoint(bus: ErrorBus) -> None:
     """Otherwise the steps before it would be in no checkpoint."""
     assert Job(bus, every=1000).txn("01", last=True, skip=True) == {"0", "1"}
 
@@ -195,7 +195,7 @@ def test_rank_still_writing_proposes_no_checkpoint_and_reports_it(bus: ErrorBus)
     assert job.txn("12") == {"1", "2"}
 
 
-def test_without_the_bus_none_is_taken_and_it_is_said(bus: ErrorBus) -> None:
+def test_no_checkpoint_is_taken_without_the_bus_and_a_note_is_written(bus: ErrorBus) -> None:
     job = Job(bus, every=1)
     bus.write(AT, b"9")
     assert job.txn("01") == set()

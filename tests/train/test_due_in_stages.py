@@ -159,7 +159,7 @@ def test_a_txn_that_came_to_nothing_is_named_again(stack: ExitStack) -> None:
     assert again and again != named
 
 
-def test_a_stage_that_steps_over_the_place_is_cut_before_it(stack: ExitStack) -> None:
+def test_stage_that_steps_over_the_named_cursor_is_cut_before(stack: ExitStack) -> None:
     """This happens after a txn of one group alone, if the other stage's had both groups."""
     first, last = Job(stack).stages
     first.txn("0")
@@ -187,7 +187,7 @@ def test_rank_past_the_checkpoint_step_reports_it_and_delivers_nothing(stack: Ex
     assert later.due(_commit(5), epoch) is None, "it was not there then"
 
 
-def test_rank_that_missed_its_checkpoint_step_reports_it_with_the_next_commit(
+def test_rank_past_its_checkpoint_step_reports_it_at_the_next_commit(
     stack: ExitStack,
 ) -> None:
     first, last = Job(stack).stages
@@ -198,7 +198,7 @@ def test_rank_that_missed_its_checkpoint_step_reports_it_with_the_next_commit(
     assert rank.due(_commit(first.cursor + 1), epoch) == named._replace(is_missed=True)
 
 
-def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards(
+def test_stage_that_ends_with_the_first_is_in_its_last_checkpoint(
     stack: ExitStack,
 ) -> None:
     """Both end by a skip; the first stage names its place when it finds that the data have
@@ -217,7 +217,7 @@ def test_a_stage_that_ends_where_the_first_does_is_in_what_that_names_afterwards
     assert next(ended.after_end(threading.Event())) == named
 
 
-def test_a_stage_ends_with_the_last_word_alone_and_not_with_the_newest(stack: ExitStack) -> None:
+def test_stage_ends_with_the_last_message_and_not_the_newest(stack: ExitStack) -> None:
     """It finds the last place only afterwards, and then names it for the stage after it."""
     first, last = Job(stack).stages
     first.txn()
@@ -246,7 +246,7 @@ def test_checkpoint_taken_is_not_repeated_after_failed_proposals(
     assert list(later) == []
 
 
-def test_the_next_stage_is_waited_for_until_it_has_come_to_the_place(stack: ExitStack) -> None:
+def test_next_stage_is_awaited_until_reaching_the_named_cursor(stack: ExitStack) -> None:
     first = Job(stack).stages[0]
     rank, after = first.ranks["0"], first.next
     for cursor, takers, is_awaited in ((3, 2, True), (4, 2, False), (5, 2, False), (3, 0, False)):
@@ -255,7 +255,7 @@ def test_the_next_stage_is_waited_for_until_it_has_come_to_the_place(stack: Exit
         assert rank.due.is_awaited(_commit(4)) is is_awaited
 
 
-def test_a_stage_that_has_ended_waits_for_no_word_of_the_first_but_its_last(
+def test_ended_stage_waits_only_for_the_last_message_of_the_first(
     stack: ExitStack,
 ) -> None:
     """The newest message may be about a checkpoint in which this stage takes no part."""
@@ -279,7 +279,7 @@ def _commit(cursor: int) -> Record:
     return Record(cursor, "commit", 1, cursor, cursor, "", cursor, 0, Peer("0", 1, 1))
 
 
-def test_when_the_job_ends_each_stage_is_cut_where_it_ends(stack: ExitStack) -> None:
+def test_each_stage_is_cut_at_its_own_end_when_the_job_ends(stack: ExitStack) -> None:
     first, last = Job(stack, every=1000).stages
     for _ in range(2):
         assert not first.txn()
@@ -318,7 +318,7 @@ def test_unknown_last_txn_has_no_checkpoint_and_is_reported(stack: ExitStack) ->
     assert not last.txn("0", last=True)
 
 
-def test_a_stage_that_has_ended_has_a_part_in_what_the_others_take(stack: ExitStack) -> None:
+def test_ended_stage_takes_part_in_checkpoints_of_the_others(stack: ExitStack) -> None:
     """Its part is the state in which it has ended; the stage after it is informed."""
     job = Job(stack, stages=3)
     first, middle, last = job.stages
@@ -355,7 +355,7 @@ def test_rank_still_writing_proposes_only_the_last_checkpoint(stack: ExitStack) 
     assert first.txn(last=True)
 
 
-def test_a_stage_that_cannot_see_whether_one_is_due_says_so(
+def test_stage_that_cannot_read_the_due_message_logs_it(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(stack, every=1)

@@ -164,7 +164,7 @@ def threading_lock() -> object:
     return threading.Lock()
 
 
-def test_digest_compares_only_what_identifies_a_batch() -> None:
+def test_digest_compares_only_the_key_of_a_batch() -> None:
     first, again = [torch.tensor(7), torch.rand(3)], [torch.tensor(7), torch.rand(3)]
     assert digest_of(first) != digest_of(again)
     assert digest_of(first, lambda batch: batch[0]) == digest_of(again, lambda batch: batch[0])
@@ -181,7 +181,7 @@ def test_ranks_with_equal_streams_bring_equal_digests_and_others_do_not() -> Non
     assert digests[0][0] == digests[0][1] == digests[1][0] == digests[1][1] != digests[2][0]
 
 
-def test_lists_and_cursor_loaders_over_different_data_bring_different_digests() -> None:
+def test_lists_and_loaders_over_different_data_have_different_digests() -> None:
     def loaders(offset: int) -> list[Any]:
         data = [torch.tensor([float(n + offset)]) for n in range(8)]
         return [data, fft.CursorLoader(data, 2), fft.CursorLoader(data, 2, seed=offset)]
@@ -400,7 +400,7 @@ def test_read_error_of_a_loader_with_a_stale_state_draws_no_item_twice() -> None
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_unreadable_item_ahead_keeps_its_name_and_the_step_before_it(group: int) -> None:
+def test_unreadable_item_ahead_keeps_its_name_and_the_earlier_step(group: int) -> None:
     inputs = Inputs(as_source(Fails(ValueError("never"), 99)), 1, 0)
     assert int(drawn(inputs, 0, group, 2).batch) == group
     with pytest.raises(ValueError, match="never") as caught:
@@ -448,7 +448,7 @@ def weighted() -> WeightedRandomSampler:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_weighted_sampler_gives_the_same_order_wherever_it_is_read(workers: int) -> None:
+def test_weighted_sampler_gives_the_same_order_in_any_process(workers: int) -> None:
     data = list(range(16))
     loader = fft.CursorLoader(data, 4, sampler=weighted(), num_workers=workers)
     again = fft.CursorLoader(data, 4, sampler=weighted())

@@ -205,7 +205,9 @@ CASES = [(k, n) for k in KINDS for n, row in ROWS.items() if k == "shard" or not
 def test_an_operation(tables: dict[str, Any], kind: str, name: str) -> None:
     peer, blocked = (rows[name] for rows, _ in tables[kind])
     failed = [
-        f"rank {n}: {told['failed']}" for n, told in enumerate((peer, blocked)) if "failed" in told
+        f"rank {n}: {reported['failed']}"
+        for n, reported in enumerate((peer, blocked))
+        if "failed" in reported
     ]
     assert not failed, "\n".join(failed)  # show both, as one often waits for the other in vain
     print(f"\nfreed {blocked['freed'] * 1e3:.1f} ms after the abort: {blocked['error']}")

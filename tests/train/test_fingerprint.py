@@ -43,7 +43,7 @@ def places(nbytes: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_flipped_bit_changes_it(size: str, dtype: torch.dtype) -> None:
+def test_flipped_bit_changes_the_fingerprint(size: str, dtype: torch.dtype) -> None:
     tensor = made(SIZES[size], dtype)
     nbytes = tensor.nbytes
     bits = [0] if dtype is torch.bool else [0, 3, 7]  # a bool has no other valid bit
@@ -53,7 +53,7 @@ def test_a_flipped_bit_changes_it(size: str, dtype: torch.dtype) -> None:
             assert fingerprint([flipped(tensor, byte, bit)]) != before, (byte, bit)
 
 
-def test_every_bit_of_a_few_words_counts() -> None:
+def test_every_bit_of_a_short_tensor_changes_the_fingerprint() -> None:
     tensor = made(24, torch.float32)
     seen = {fingerprint([tensor])}
     seen |= {fingerprint([flipped(tensor, byte, bit)]) for byte in range(24) for bit in range(8)}
@@ -74,14 +74,14 @@ def test_every_one_of_several_tensors_counts(which: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [64, ROW * 2])
-def test_two_tensors_that_change_places_change_it(nbytes: int) -> None:
+def test_swapped_tensors_change_the_fingerprint(nbytes: int) -> None:
     first, second = made(nbytes, torch.float32, 1), made(nbytes, torch.float32, 2)
     assert fingerprint([first, second]) != fingerprint([second, first])
     between = made(64, torch.float64, 3)
     assert fingerprint([first, between, second]) != fingerprint([second, between, first])
 
 
-def test_words_and_rows_that_change_places_change_it() -> None:
+def test_swapped_words_or_rows_change_the_fingerprint() -> None:
     drawn = torch.randn(3, ROW // 8, generator=MAKE().manual_seed(1), dtype=torch.float64)
     before = fingerprint([drawn])
     for a, b in ((0, 1), (1, 2), (0, 2)):
@@ -95,7 +95,7 @@ def test_words_and_rows_that_change_places_change_it() -> None:
         assert fingerprint([words]) != before, f"words {a} and {b}"
 
 
-def test_rows_that_change_places_between_tensors_change_it() -> None:
+def test_rows_swapped_between_tensors_change_the_fingerprint() -> None:
     first, second = (torch.randn(3, ROW // 4, generator=MAKE().manual_seed(i)) for i in (1, 2))
     before = fingerprint([first, second])
     for a, b in ((0, 0), (1, 0), (0, 1), (2, 1)):
@@ -109,7 +109,7 @@ def test_rows_that_change_places_between_tensors_change_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("nbytes", [256, 2 * ROW + 64])
-def test_signs_that_flip_in_two_places_change_it(dtype: torch.dtype, nbytes: int) -> None:
+def test_two_flipped_signs_change_the_fingerprint(dtype: torch.dtype, nbytes: int) -> None:
     tensor = made(nbytes, dtype)
     before = fingerprint([tensor])
     last = tensor.numel() - 1
@@ -124,7 +124,7 @@ def test_signs_that_flip_in_two_places_change_it(dtype: torch.dtype, nbytes: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [4, 9, 2 * ROW])
-def test_zeros_of_another_sign_in_two_places_change_it(dtype: torch.dtype, numel: int) -> None:
+def test_two_zeros_of_another_sign_change_the_fingerprint(dtype: torch.dtype, numel: int) -> None:
     zeros = torch.zeros(numel, dtype=dtype)
     changed = zeros.clone()
     changed[[1, 3]] = -0.0
@@ -161,7 +161,7 @@ def test_equal_content_is_equal_in_any_memory() -> None:
     assert fingerprint([last]) == fingerprint([image])
 
 
-def test_an_edit_of_a_strided_view_changes_it() -> None:
+def test_edit_of_a_strided_view_changes_the_fingerprint() -> None:
     base = torch.zeros(400, 400)
     view = base[:, ::2]
     before = fingerprint([view])
@@ -209,7 +209,7 @@ def steps_with_a_digest(checks: EqualityChecks, steps: Iterable[int]) -> list[in
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_fixed_interval_is_held_whatever_it_costs(every: int) -> None:
+def test_fixed_interval_is_kept_at_any_cost(every: int) -> None:
     work = Work()
     work.cost_s = 0.001
     checks = EqualityChecks(work.fingerprint, every)

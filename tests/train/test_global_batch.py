@@ -100,7 +100,7 @@ def take(loader: Any, txns: list[StartTxn]) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.multiprocess
-def test_loaders_have_several_batches_of_a_txn_while_groups_leave_and_return(
+def test_loaders_take_several_batches_per_txn_as_groups_come_and_go(
     opened: Callable[..., Any], tmp_path: Path, workers: int
 ) -> None:
     both = [plan(n, 0, 2, 3) for n in range(0, 15, 3)]
@@ -111,14 +111,15 @@ def test_loaders_have_several_batches_of_a_txn_while_groups_leave_and_return(
     take(one, [*both, *alone, *again])
     stream = opened(fft.StreamLoader, Log(tmp_path / "log"), num_workers=workers)
     take(stream, both)
-    found = (tmp_path / "log").read_text().split()
+    # the first two streams are those of the comparison between the groups
+    found = [line for line in (tmp_path / "log").read_text().split() if not line.endswith("+1")]
     # two batches in a txn of three: two streams, on one worker or with one on each of two
     assert sorted(found)[:2] == ["0+3", "2+3"] and len(found) == 2
     take(stream, [*alone, *again])
     evenly = opened(fft.StreamLoader, Log(tmp_path / "evenly"), num_workers=workers)
     take(evenly, [plan(n, 1, 2, 4) for n in range(0, 20, 4)])
     steps = {line.partition("+")[2] for line in (tmp_path / "evenly").read_text().split()}
-    assert steps == {str(2 * max(1, workers))}, "one stream for all batches of a worker"
+    assert steps - {"1"} == {str(2 * max(1, workers))}, "one stream for all batches of a worker"
 
 
 def loader(**options: Any) -> fft.CursorLoader:
@@ -132,7 +133,7 @@ def test_slices_are_the_samples_of_a_step_by_those_of_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "samples", "told"),
+    ("given", "samples", "expected"),
     [
         (loader(), 20, "multiple of 8, the samples that a group takes at once (one batch of 4 sam"),
         (loader(), 0, "for each of 2 ranks); pass global_batch=8"),
@@ -143,9 +144,9 @@ def test_slices_are_the_samples_of_a_step_by_those_of_a_group() -> None:
     ],
 )
 def test_a_global_batch_that_batches_do_not_make_up_is_refused(
-    given: Any, samples: int, told: str
+    given: Any, samples: int, expected: str
 ) -> None:
     with pytest.raises(DataError) as caught:
         slices_of(given, samples, takers=2, groups=2)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert f"transactions(loader, global_batch={samples}): " in str(caught.value)

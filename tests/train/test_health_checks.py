@@ -30,7 +30,7 @@ def test_memory_check_compares_the_available_memory() -> None:
 
 @pytest.mark.parametrize("place", ["job/step", "job", ""])
 @pytest.mark.parametrize("limit", ["max", "3000"])
-def test_memory_check_counts_the_limits_of_all_control_groups_without_caches(
+def test_memory_check_counts_all_control_group_limits_without_caches(
     limit: str, place: str, tmp_path: Path
 ) -> None:
     folder, membership = tmp_path / place, tmp_path / "cgroup"
@@ -78,7 +78,7 @@ def test_device_check_computes_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
         fft.health_checks.device("cpu")()
 
 
-def test_gpu_check_judges_what_nvml_reports() -> None:
+def test_gpu_check_judges_the_nvml_state() -> None:
     before = GpuState(None, 3, False, frozenset({0, 1}))
     assert not list(before.faults_since(before))
     (asks,) = before._replace(recovery=2).faults_since(before)

@@ -51,14 +51,14 @@ def no_claim(key: str) -> bool:
 
 def injector(*planned: Fault, hands: ConnectionFaults | None = None) -> Injector:
     plan = FaultPlan(faults=list(planned))  # type: ignore[arg-type]
-    return Injector(plan, "0", 0, 1, lambda key: True, lambda told: None, hands)
+    return Injector(plan, "0", 0, 1, lambda key: True, lambda reported: None, hands)
 
 
 # --- commanded -----------------------------------------------------------------------------
 
 
-def test_a_commanded_fault_fires_in_the_txn_that_is_under_way_and_claims_nothing() -> None:
-    one = Injector(FaultPlan(faults=[]), "0", 0, 1, no_claim, lambda told: None)
+def test_commanded_fault_fires_in_the_open_txn_without_a_claim() -> None:
+    one = Injector(FaultPlan(faults=[]), "0", 0, 1, no_claim, lambda reported: None)
     one.begin(7, 2, 0)
     one.at("forward")
     one.add(fault("exception", rank=0, phase="next"))
@@ -85,13 +85,13 @@ def test_a_commanded_fault_waits_for_its_step_and_its_place() -> None:
 def test_fault_in_a_model_fires_without_a_registered_model(
     place: str, point: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[InjectedFault] = []
+    reported: list[InjectedFault] = []
     plan = FaultPlan(faults=[fault("exception", rank=0, phase=place)])
-    one = Injector(plan, "0", 0, 1, lambda key: True, told.append)
+    one = Injector(plan, "0", 0, 1, lambda key: True, reported.append)
     one.begin(3, 1, 0)
     with pytest.raises(InjectedFault, match=f"exception at {point}, step 3"):
         one.at(point)
-    assert [each.phase for each in told] == [point]
+    assert [each.phase for each in reported] == [point]
     assert f"not in {place}: no model is registered; call manager.register(" in caplog.text
     one.at(point)
 
@@ -117,10 +117,10 @@ def test_next_is_never_the_optimizer_step() -> None:
 
 
 def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
-    told: list[InjectedFault] = []
+    reported: list[InjectedFault] = []
 
     def tell(injected: InjectedFault) -> None:
-        told.append(injected)
+        reported.append(injected)
         raise KeyboardInterrupt  # before it kills this process
 
     one = Injector(FaultPlan(faults=[]), "0", 0, 2, no_claim, tell)
@@ -128,7 +128,7 @@ def test_a_commanded_kill_of_a_group_needs_no_claim() -> None:
     one.begin(3, 1, 0)
     with pytest.raises(KeyboardInterrupt):
         one.at("vote")
-    assert [injected.kind for injected in told] == ["kill"]
+    assert [injected.kind for injected in reported] == ["kill"]
 
 
 def test_connections_are_closed_by_their_owners() -> None:
@@ -140,7 +140,7 @@ def test_connections_are_closed_by_their_owners() -> None:
     assert hands.did == ["cut_network", "lose_bus"]
 
 
-def test_a_gradient_is_poisoned_once_and_where_it_was_asked_for() -> None:
+def test_gradient_is_poisoned_once_at_the_requested_place() -> None:
     one = injector(fault("nan_gradient", rank=0, where="after"))
     one.begin(3, 1, 0)
     assert [one.poisons("before"), one.poisons("after"), one.poisons("after")] == [
@@ -220,7 +220,7 @@ def test_a_compiled_model_has_the_graphs_of_a_run_without_faults(how: Callable[.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", [None, wrapped, in_place, a_function])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_faults_in_the_model_fire_once_whether_it_is_compiled_or_not(
+def test_model_faults_fire_once_in_eager_and_compiled_models(
     phase: str, how: Callable[..., Any] | None
 ) -> None:
     torch._dynamo.reset()
@@ -299,7 +299,7 @@ def test_a_stopped_process_is_woken_and_nothing_is_left() -> None:
     assert out == "woken\n" and child.returncode == 0
 
 
-def test_the_waker_ends_with_a_process_that_is_killed_while_it_is_stopped() -> None:
+def test_waker_ends_with_a_process_killed_while_stopped() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", STOPPED.format(seconds=3600)], stderr=subprocess.PIPE
     )
@@ -327,7 +327,7 @@ def job(step: int, ranks: int = 2) -> JobState:
     return JobState(head, head)
 
 
-def test_a_seed_draws_the_same_plan_and_a_file_of_it_runs(tmp_path: Any) -> None:
+def test_seed_draws_the_same_plan_and_its_file_runs(tmp_path: Any) -> None:
     plan = inject.drawn(job(5), "any", 7, 30, 4, None, {})
     assert plan == inject.drawn(job(5), "any", 7, 30, 4, None, {})
     assert plan != inject.drawn(job(5), "any", 8, 30, 4, None, {})
@@ -339,7 +339,7 @@ def test_a_seed_draws_the_same_plan_and_a_file_of_it_runs(tmp_path: Any) -> None
     assert yaml.safe_load(path.read_text())["faults"][0]["name"] == "seed-7-0"
 
 
-def test_a_drawn_plan_keeps_to_what_was_given() -> None:
+def test_drawn_plan_respects_the_given_options() -> None:
     plan = inject.drawn(job(5), "stop", 1, 9, 1, 40, {"group": "1", "seconds": 2.0})
     assert {(f.kind, f.group, f.seconds) for f in plan.faults} == {("stop", "1", 2.0)}  # type: ignore[union-attr]
     assert {f.rank for f in plan.faults} == {0, 1}  # type: ignore[union-attr]
@@ -348,7 +348,7 @@ def test_a_drawn_plan_keeps_to_what_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
-def test_every_kind_can_be_asked_for_in_one_word(kind: str) -> None:
+def test_every_fault_kind_can_be_requested_by_its_name(kind: str) -> None:
     is_of_group = issubclass(MODELS[kind], Fault)
     plan = inject.single(job(5), kind, None, {"group": "1"} if is_of_group else {})
     assert plan.faults[0].kind == kind and plan.faults[0].step == 0

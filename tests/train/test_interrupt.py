@@ -248,7 +248,7 @@ MORE_WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS + MORE_WAYS)
-def test_a_body_is_unwound_wherever_it_is(
+def test_body_is_unwound_at_any_place(
     interrupter: Interrupter, asker: Asker, way: Callable[[], None]
 ) -> None:
     for delay in (0.01, 0.03, 0.0):
@@ -431,7 +431,7 @@ def test_an_atomic_section_is_finished_first(interrupter: Interrupter) -> None:
     assert body.unwound and len(done) == 200_000
 
 
-def test_a_signal_of_somebody_else_does_not_cut_an_atomic_section_either(
+def test_foreign_signal_does_not_cut_an_atomic_section(
     interrupter: Interrupter,
 ) -> None:
     """The request waits for the end of the section, whoever sends the signal meanwhile."""
@@ -462,7 +462,9 @@ def test_at_random_points_no_atomic_section_is_cut(interrupter: Interrupter, ask
         assert body.unwound and begun == ended
 
 
-def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrupter) -> None:
+def test_body_that_ends_by_itself_is_not_unwound_by_a_late_request(
+    interrupter: Interrupter,
+) -> None:
     with Body(interrupter) as body, interrupter.atomic():
         interrupter.request("late")
         # the end of the section and that of the step function are the same to the handler
@@ -471,20 +473,20 @@ def test_a_body_that_ends_by_itself_says_that_it_was_asked(interrupter: Interrup
 
 
 def test_the_signals_of_others_reach_their_handler() -> None:
-    heard: list[int] = []
+    received: list[int] = []
 
     def theirs(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGUSR2, theirs)
     try:
         made = Interrupter()
         signal.raise_signal(signal.SIGUSR2)
-        assert heard == [signal.SIGUSR2]
+        assert received == [signal.SIGUSR2]
         with Body(made) as body:
             made.request("ours")
             compute()
-        assert body.unwound and heard == [signal.SIGUSR2]
+        assert body.unwound and received == [signal.SIGUSR2]
         made.close()
         made.close()
         assert signal.getsignal(signal.SIGUSR2) is theirs

@@ -25,7 +25,7 @@ class HalfMade(Kind):
         self.__dict__["found"] = living((Kind,))
 
 
-def test_it_finds_instances_and_those_of_subclasses_and_no_other() -> None:
+def test_living_finds_instances_of_a_class_and_its_subclasses_only() -> None:
     kept = [Kind(), Special(), nn.Linear(1, 1)]
     assert sorted(map(id, living((Kind,)))) == sorted(map(id, kept[:2]))
     assert [type(found) for found in living((Special,))] == [Special]

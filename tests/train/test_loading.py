@@ -165,7 +165,7 @@ def test_only_this_ranks_items_are_loaded_and_ahead(
 
 
 @pytest.mark.multiprocess
-def test_a_change_of_members_keeps_what_is_still_ours(
+def test_loader_keeps_its_prefetched_items_when_members_change(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -212,7 +212,7 @@ def test_pending_loads_are_dropped_when_the_members_change(
 
 
 @pytest.mark.multiprocess
-def test_members_that_change_back_get_what_the_workers_had_put_aside(
+def test_members_that_change_back_get_the_items_put_aside(
     opened: Callable[..., Any],
 ) -> None:
     loader = opened(fft.CursorLoader, Noisy(), 4, num_workers=2)
@@ -443,7 +443,7 @@ class Shards:
 
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.multiprocess
-def test_a_stream_is_opened_for_this_ranks_items_and_anew_when_members_change(
+def test_stream_is_opened_per_rank_and_again_when_members_change(
     opened: Callable[..., Any], tmp_path: Path, count: int
 ) -> None:
     log = tmp_path / "log"
@@ -458,7 +458,9 @@ def test_a_stream_is_opened_for_this_ranks_items_and_anew_when_members_change(
     assert torch.equal(taken[-1], loader[17]), "the same bits by whatever way"
 
 
-def test_a_stream_that_ends_too_early_says_so(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_stream_that_ends_too_early_raises_eof_error(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
     loader = opened(fft.StreamLoader, Shards(tmp_path / "log", end=2))
     loader.take(Due(1, 1, 1))
     with pytest.raises(EOFError, match=r"ended before item 2; .*items="):
@@ -571,7 +573,7 @@ def compute_for_ever(_: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_spawned_workers_end_well_whatever_their_threads_do() -> None:
+def test_spawned_workers_exit_with_0_beside_running_threads() -> None:
     loader = fft.CursorLoader(
         Noisy(),
         4,
@@ -615,7 +617,7 @@ time.sleep(600)
 
 
 @pytest.mark.multiprocess
-def test_workers_end_with_a_killed_trainer_even_in_the_middle_of_an_item(
+def test_workers_end_with_a_killed_trainer_within_an_item(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "orphans.py"
@@ -646,7 +648,7 @@ class ByEpoch(torch.utils.data.Dataset[int]):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_set_epoch_of_the_dataset_is_called_with_the_data_epoch_of_each_item(count: int) -> None:
+def test_set_epoch_of_the_dataset_gets_the_data_epoch_of_each_item(count: int) -> None:
     loader = fft.CursorLoader(ByEpoch(), batch_size=4, num_workers=count)
     try:
         for number in range(6):

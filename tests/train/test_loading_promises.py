@@ -75,7 +75,7 @@ def test_two_loaders_of_one_process_do_not_disturb_each_others_noise() -> None:
     assert disturbed == bits(fft.CursorLoader(Slow(), 1, seed=3).take(Due(0, 0, 1)))
 
 
-def test_an_item_that_cannot_be_read_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+def test_unreadable_item_leaves_the_generators_unchanged(tmp_path: Path) -> None:
     """The trainer draws from the main thread's generators, and its replay must draw the same."""
 
     def drawn() -> list[float]:
@@ -254,7 +254,7 @@ def test_a_rank_of_a_group_of_two_reads_one_stream_of_its_own_items() -> None:
     assert sorted(log[1:]) == sorted(["open 1+4", *probe])
 
 
-def test_a_stream_is_closed_before_another_one_is_opened() -> None:
+def test_stream_is_closed_before_the_next_is_opened() -> None:
     log = ["failed"]
     loader = numbered(log)
     loader.take(Due(0, 1, 3))
@@ -262,7 +262,7 @@ def test_a_stream_is_closed_before_another_one_is_opened() -> None:
     assert log[1:] == ["open 1+3", "close 1+3", "open 3+2"]
 
 
-def test_a_stream_that_failed_is_opened_anew_at_the_item_that_it_failed_at() -> None:
+def test_failed_stream_is_reopened_at_the_item_that_failed() -> None:
     log: list[str] = []
     loader = numbered(log)
     assert [loader.take(Due(n, n, 1)) for n in (2, 3)] == [2, 3]
@@ -282,11 +282,13 @@ def shuffled(own: int | None) -> fft.StreamLoader:
     return fft.StreamLoader(open_stream, items=64)
 
 
-def test_stream_that_depends_on_where_it_was_opened_is_refused() -> None:
+def test_stream_that_depends_on_its_first_item_is_refused() -> None:
     with pytest.raises(DataError, match=r"item 1 of open_stream\(0, 1\) differs .* by a generator"):
         shuffled(None).fingerprint(0, 2)
     assert shuffled(7).fingerprint(0, 2) == shuffled(7).fingerprint(2, 2)
     assert shuffled(7).fingerprint(0, 2) != shuffled(8).fingerprint(0, 2), "other data"
+    single = fft.StreamLoader(lambda _first, _stride: iter([1.0]), items=1)
+    assert single.fingerprint(0, 2) is not None, "there is no item 1"
     loader = shuffled(None)
     loader.identify = lambda _: 0
     assert loader.fingerprint(0, 2) is not None
@@ -301,7 +303,7 @@ DATA = list(range(20))
     ("name", "value"),
     [("seed", 2), ("data_epochs", 3), ("shuffle", False), ("drop_last", False), ("batch_size", 5)],
 )
-def test_a_joiner_with_another_order_is_told_what_differs(name: str, value: Any) -> None:
+def test_joiner_with_another_order_is_refused_with_the_difference(name: str, value: Any) -> None:
     mine: dict[str, Any] = {"batch_size": 4, "seed": 1}
     state = fft.CursorLoader(DATA, **mine).export(3)
     with pytest.raises(DataError, match=f"{name} is {value} here"):
@@ -309,7 +311,7 @@ def test_a_joiner_with_another_order_is_told_what_differs(name: str, value: Any)
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 2), ("items", 30)])
-def test_a_joiner_with_another_stream_is_told_what_differs(name: str, value: int) -> None:
+def test_joiner_with_another_stream_is_refused_with_the_difference(name: str, value: int) -> None:
     state = fft.StreamLoader(iter).export(3)
     with pytest.raises(DataError, match=f"{name} is {value} here"):
         fft.StreamLoader(iter, **{name: value}).load(state, 3)
@@ -338,7 +340,7 @@ class Stateful:
         self.state = state
 
 
-def test_a_state_is_of_its_moment_and_stays_what_it_was() -> None:
+def test_exported_state_does_not_change_later() -> None:
     source = StreamSource(Stateful())
     source.take(Due(0, 3, 4))  # four items drawn
     state = source.export(2)

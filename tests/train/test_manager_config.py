@@ -39,7 +39,7 @@ def test_wrong_settings_are_refused(given: Any, error: type[Exception], text: st
         ManagerConfig(**given)
 
 
-def test_subclass_with_a_constructor_of_its_own_is_not_checked_for_the_managers_arguments() -> None:
+def test_subclass_with_its_own_constructor_takes_its_own_arguments() -> None:
     class Simple(fft.ManagerFFT):
         def __init__(self, answer: int) -> None:
             self.answer = answer

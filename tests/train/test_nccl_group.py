@@ -169,7 +169,7 @@ def pair() -> Any:
         group.close()
 
 
-def test_every_epoch_has_an_id_of_its_own_and_is_aborted_before_the_next(pair: Pair) -> None:
+def test_each_epoch_has_its_own_id_and_is_aborted_before_the_next(pair: Pair) -> None:
     for record in range(5):
         pair.build(str(record))
         for work in pair.each(pair.reduce):
@@ -183,7 +183,7 @@ def test_every_epoch_has_an_id_of_its_own_and_is_aborted_before_the_next(pair: P
     assert pair.server.num_keys() <= 16, "keys of earlier epochs are taken back"
 
 
-def test_a_rank_that_waits_for_the_other_is_freed_and_the_group_is_built_anew(pair: Pair) -> None:
+def test_rank_waiting_for_its_peer_is_freed_and_the_group_is_rebuilt(pair: Pair) -> None:
     pair.build("1")
     work = pair.reduce(0)  # the other rank never comes
     assert pair.groups[0].pending() == 1
@@ -246,7 +246,7 @@ def test_failed_connect_is_aborted_once(pair: Pair) -> None:
     pair.build("2")
 
 
-def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
+def test_ranks_do_not_wait_within_nccl_before_all_have_begun(pair: Pair) -> None:
     """Rank 1 does not come; rank 0 waits at the store, and a rollback frees its thread at once."""
     pair.library.hangs = {1}
     deadline = time.monotonic() + LIMIT.total_seconds()
@@ -268,7 +268,7 @@ def test_nobody_waits_within_nccl_before_all_have_begun(pair: Pair) -> None:
     assert pair.library.of(0) == ["connect", "abort"]
 
 
-def test_a_group_that_sticks_in_connecting_is_left_behind_and_ends_by_itself(
+def test_group_stuck_in_connecting_is_abandoned_and_ends_by_itself(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch permits no abort meanwhile: the rollback continues without it, and the next group is
@@ -432,7 +432,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_torchs_group_is_made_so_that_it_can_be_aborted(
+def test_torch_nccl_group_is_made_abortable(
     native: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = TorchNccl()
@@ -488,7 +488,7 @@ def test_torchfts_group_over_nccl_outlives_aborts_too(native: pytest.MonkeyPatch
     assert found == ["0"], "when torch reads it"
 
 
-def test_an_abort_that_hangs_is_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_abort_is_abandoned_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     go, ended = threading.Event(), threading.Event()
 
     def abort() -> None:
@@ -510,7 +510,7 @@ def test_failed_abort_is_reported_to_the_caller() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_to_use() -> None:
+def test_nccl_without_a_gpu_names_the_gloo_alternative() -> None:
     store = store_server()
     with pytest.raises(FftError, match=r"needs a GPU.*fft\.ShardProcessGroupGloo"):
         TorchNccl().make(store, 0, 1, LIMIT, OTHER)

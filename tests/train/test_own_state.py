@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fft.errors import FftError, StateMismatch
+from fft.train.guard.torch_adapter import fsdp_groups, fsdp_state
 from fft.train.state.plain_state import refuse_unloadable
 from fft.train.state.step_state import StepState
 
@@ -200,7 +201,7 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
     state = StepState([joiner], [])
     state.load(sent)
     assert state.export()["flags"] == sent["flags"], "also what the first forward has changed"
-    inner, root = (m._get_fsdp_state()._fsdp_param_groups[0] for m in (joiner[0], joiner))
+    inner, root = (fsdp_groups(fsdp_state(m))[0] for m in (joiner[0], joiner))
     assert (inner.gradient_divide_factor, inner.reduce_grads) == (3.0, True)
     assert (root.gradient_divide_factor, root.reduce_grads) == (None, False)
     assert all(p.requires_grad for p in joiner.parameters())
@@ -248,21 +249,23 @@ def test_hooks_added_during_the_job_are_refused_by_place(fixed: bool) -> None:
 
 def test_buffer_of_another_initial_shape_is_refused() -> None:
     """A buffer that a forward has resized fits; one that another configuration made does not."""
-    donor, joiner, other = nn.Module(), nn.Module(), nn.Module()
-    for module, size in ((donor, 1), (joiner, 1), (other, 3)):
+    donor, joiner, grown, other = (nn.Module() for _ in range(4))
+    for module, size in ((donor, 1), (joiner, 1), (grown, 2), (other, 3)):
         module.register_buffer("mask", torch.zeros(size))
-    state, its, theirs = (StepState([each], []) for each in (donor, joiner, other))
+    modules = donor, joiner, grown, other
+    state, its, alike, theirs = (StepState([each], []) for each in modules)
     donor.get_buffer("mask").resize_(2).fill_(7.0)
     sent = copy.deepcopy(state.export())
     kept = joiner.get_buffer("mask")
     its.load(sent)
     assert joiner.get_buffer("mask") is kept and torch.equal(kept, torch.full((2,), 7.0))
-    assert its.export()["flags"] == sent["flags"]
+    alike.load(sent)  # and from there a rank with the first shape can load it
+    assert its.export()["flags"] == alike.export()["flags"] == sent["flags"]
     with pytest.raises(StateMismatch, match=r"buffers\[model0.mask\]: expected shape .*\[3\]"):
         theirs.load(sent)
 
 
-def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
+def test_buffer_of_a_resized_rank_alone_is_removed_on_loading() -> None:
     donor, loading = nn.Module(), nn.Module()
     state, its = StepState([donor], []), StepState([loading], [])
     loading.register_buffer("cache", torch.ones(2))
@@ -270,22 +273,122 @@ def test_buffer_that_only_a_resized_rank_has_is_removed_as_it_loads() -> None:
     assert "cache" not in loading._buffers
 
 
+class Counts(nn.Module):
+    """A module with state besides parameters and buffers."""
+
+    seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+def test_modules_of_several_models_keep_their_own_state() -> None:
+    models, others = ([Counts(), Counts()] for _ in range(2))
+    state = StepState(models, [])
+    models[0].seen, models[1].seen = 1, 2
+    state.capture()
+    models[0].seen, models[1].seen = 3, 4
+    state.restore()
+    assert [each.seen for each in models] == [1, 2]
+    StepState(others, []).load(copy.deepcopy(state.export()))
+    assert [each.seen for each in others] == [1, 2]
+
+
+def test_statistics_of_all_normalization_layers_are_shared_and_not_compared() -> None:
+    """They are those that torch keeps for an evaluation; other buffers are equal on all groups."""
+    layers = nn.BatchNorm1d(2), nn.InstanceNorm1d(3, track_running_stats=True), nn.Dropout()
+    model = nn.Sequential(*layers)
+    model.register_buffer("table", torch.zeros(4))
+    state = StepState([model], [])
+    assert [t.numel() for t in state.statistics()] == [2, 2, 1, 3, 3, 1]
+    before = state.compared_digests(), state.fingerprint(buffers=True)
+    for tensor in state.statistics():
+        tensor.add_(1)
+    assert (state.compared_digests(), state.fingerprint(buffers=True)) == before
+    model.get_buffer("table").add_(1)
+    assert state.compared_digests() != before[0]
+    assert state.fingerprint(buffers=True) != before[1]
+
+
+class Shown:
+    """An object whose state is that of a list."""
+
+    def __init__(self, shown: list[int]) -> None:
+        self.shown = shown
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shown": list(self.shown)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shown[:] = state["shown"]
+
+
+def test_object_in_extra_that_no_one_else_holds_is_named_only_if_it_does_not_change() -> None:
+    changes: list[int] = []
+    held = Shown([])
+    state = StepState([], [], extra={"held": held, "moves": Shown(changes), "stays": Shown([])})
+    assert state.unheld() == ""
+    changes.append(1)
+    assert state.unheld() == "extra['stays']"
+
+
+def test_second_rollback_of_a_resized_buffer_restores_its_first_value() -> None:
+    module = nn.Module()
+    module.register_buffer("cache", torch.zeros(1))
+    cache, state = module.get_buffer("cache"), StepState([module], [])
+    state.capture()
+    for _ in range(2):
+        cache.fill_(3.0)
+        cache.data = torch.ones(2)
+        state.restore()
+        assert cache.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_buffer_that_a_forward_has_registered_is_registered_alike_as_it_is_loaded(
+    is_saved: bool,
+) -> None:
+    donor, joiner = nn.Module(), nn.Module()
+    state, its = StepState([donor], []), StepState([joiner], [])
+    donor.register_buffer("cache", torch.ones(2), persistent=is_saved)
+    its.load(copy.deepcopy(state.export()))
+    assert torch.equal(joiner.get_buffer("cache"), torch.ones(2))
+    assert ("cache" in joiner.state_dict()) is is_saved
+
+
+def test_rollback_removes_parameter_groups_that_the_step_function_has_added() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    state = StepState([model], [optimizer])
+    state.capture()
+    for _ in range(2):  # the attempt that is rolled back, and the replay
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+        state.restore()
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize(
-    ("split", "told"),
+    ("split", "expected"),
     [
         ([["0.weight", "0.bias"]], r"param_groups\[0\]: expected 2 parameters .*, got 1 par"),
         ([["0.weight"], ["0.bias"], ["2.weight"]], r"\[2\]: expected 1 .*got no such group"),
         ([["0.weight"], ["2.weight"]], r"\[1\]: expected 1 .*2.weight.*, got 1 .*0.bias"),
     ],
 )
-def test_other_parameter_groups_are_refused_by_number(split: list[list[str]], told: str) -> None:
+def test_other_parameter_groups_are_refused_by_number(
+    split: list[list[str]], expected: str
+) -> None:
     def state_of(split: list[list[str]]) -> StepState:
         model = network()
         groups = [{"params": [model.get_parameter(n) for n in names]} for names in split]
         return StepState([model], [torch.optim.SGD(groups, lr=0.1)])
 
     sent = copy.deepcopy(state_of([["0.weight"], ["0.bias"]]).export())
-    with pytest.raises(StateMismatch, match=told):
+    with pytest.raises(StateMismatch, match=expected):
         state_of(split).load(sent)
     its = state_of([["0.weight"]])
     its.load(sent)

@@ -88,7 +88,7 @@ def test_an_empty_file_is_a_notice(tmp_path: Path) -> None:
     assert polled(path) == Notice(f"{path} exists")
 
 
-def test_a_file_says_when_and_why(tmp_path: Path) -> None:
+def test_notice_file_gives_deadline_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "gone"
     path.write_text('{"within": 90, "reason": "maintenance"}')
     notice = polled(path)
@@ -110,14 +110,14 @@ def test_seconds_count_from_when_the_file_was_written(tmp_path: Path) -> None:
 def test_a_time_of_day_in_each_form(tmp_path: Path, form: str) -> None:
     then = datetime.now(UTC) + timedelta(seconds=500)
     away = datetime.now().astimezone().tzinfo
-    said: dict[str, str | float] = {
+    content: dict[str, str | float] = {
         "unix": then.timestamp(),
         "utc": then.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "plain": then.replace(tzinfo=None).isoformat(),
         "zone": then.astimezone(away).isoformat(),
     }
     path = tmp_path / "gone"
-    path.write_text(json.dumps({"deadline": said[form]}))
+    path.write_text(json.dumps({"deadline": content[form]}))
     within = polled(path).within_s
     assert within is not None and 440 < within <= 500
 
@@ -301,13 +301,13 @@ def test_only_news_is_passed_on_and_each_error_is_logged_once(
         OSError("away"), OSError("away"), None, Notice("a", 1000.0), Notice("a", 1000.0),
         ValueError("what"), OSError("away"), Notice("b", 500.0), Notice("c", 2000.0), None,
     )  # fmt: skip
-    heard: queue.SimpleQueue[Notice] = queue.SimpleQueue()
-    poller = Poller(source, heard.put, 0.001)
+    received: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    poller = Poller(source, received.put, 0.001)
     assert source.through.wait(LIMIT_S)
     poller.close()
     polls = source.polls
     assert not any(t.name == "fft-notice-Scripted" for t in threading.enumerate())
-    assert [heard.get_nowait() for _ in range(heard.qsize())] == [
+    assert [received.get_nowait() for _ in range(received.qsize())] == [
         Notice("a", 1000.0), Notice("b", 500.0),
     ]  # fmt: skip
     assert len(caplog.records) == 2 and polls == source.polls

@@ -58,7 +58,7 @@ def body(pacer: ProgressReporter, clock: Hand, own: float, waited: float, step: 
     pacer.committed(step, 2)
 
 
-def test_a_word_has_one_form_and_no_other() -> None:
+def test_speed_report_has_exactly_one_encoding() -> None:
     word = SpeedReport("1", 0, 3, 17, 0.25)
     assert decode_report(encode_report(word)) == word
     plain = json.loads(encode_report(word))
@@ -87,7 +87,7 @@ def test_a_word_has_one_form_and_no_other() -> None:
             decode_report(other)
 
 
-def test_a_body_is_timed_without_what_it_waited() -> None:
+def test_body_time_excludes_its_waits() -> None:
     clock = Hand()
     with bus() as mine:
         pacer = ProgressReporter(mine, ME, 0.0, clock)
@@ -101,14 +101,14 @@ def test_a_body_is_timed_without_what_it_waited() -> None:
         pacer.close()
 
 
-def test_words_are_said_by_a_thread_until_it_is_closed() -> None:
-    heard: queue.Queue[bytes] = queue.Queue()
+def test_reports_are_sent_by_a_thread_until_it_is_closed() -> None:
+    received: queue.Queue[bytes] = queue.Queue()
     clock = Hand()
     with bus() as mine:
-        mine.subscribe(heard.put, lambda error: None, "progress")
+        mine.subscribe(received.put, lambda error: None, "progress")
         pacer = ProgressReporter(mine, ME, 0.01, clock)
         body(pacer, clock, 0.5, 1.0, 1)
-        assert decode_report(heard.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
+        assert decode_report(received.get(timeout=LIMIT_S)) == SpeedReport("1", 0, 3, 1, 0.5)
         pacer.close()
         pacer.close()
         body(pacer, clock, 0.5, 1.0, 2)
@@ -155,23 +155,23 @@ def test_a_bus_in_trouble_neither_fails_nor_holds_up_a_step(kind: type[Lost]) ->
 
 def test_pending_reports_are_sent_before_closing() -> None:
     """The thread sends them in order, also without messages of its own, and nothing after that."""
-    heard: queue.Queue[bytes] = queue.Queue()
+    received: queue.Queue[bytes] = queue.Queue()
     words = [CheckpointReport("1", 0, 3, step, "failed", "x") for step in range(3)]
     with bus() as mine:
-        mine.subscribe(heard.put, lambda error: None, "progress")
+        mine.subscribe(received.put, lambda error: None, "progress")
         reporter = ProgressReporter(mine, ME, 0.0)
         for word in words:
             reporter.say(word)
         reporter.close()
         reporter.say(TraceReport("1", 0, 3, "too late"))
-        assert [decode_report(heard.get(timeout=LIMIT_S)) for _ in words] == words
+        assert [decode_report(received.get(timeout=LIMIT_S)) for _ in words] == words
         mine.broadcast(encode_report(SpeedReport("1", 0, 3, 1, 0.5)), "progress")
-        assert isinstance(decode_report(heard.get(timeout=LIMIT_S)), SpeedReport)
+        assert isinstance(decode_report(received.get(timeout=LIMIT_S)), SpeedReport)
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.05])
-def test_the_thread_waits_until_there_is_something_to_say(interval: float) -> None:
-    looks, heard = list[float](), queue.Queue[bytes]()
+def test_reporter_thread_waits_until_there_is_a_report(interval: float) -> None:
+    looks, received = list[float](), queue.Queue[bytes]()
 
     class Counted(ProgressReporter):
         def word(self) -> SpeedReport | None:
@@ -179,11 +179,11 @@ def test_the_thread_waits_until_there_is_something_to_say(interval: float) -> No
             return super().word()
 
     with bus() as mine:
-        mine.subscribe(heard.put, lambda error: None, "progress")
+        mine.subscribe(received.put, lambda error: None, "progress")
         reporter = Counted(mine, ME, interval)
         word = CheckpointReport("1", 0, 3, 4, "failed", "x")
         reporter.say(word)
-        assert decode_report(heard.get(timeout=LIMIT_S)) == word
+        assert decode_report(received.get(timeout=LIMIT_S)) == word
         if interval:
             wait_until(lambda: len(looks) > 3, "it looks again and again")
         reporter.close()
@@ -200,7 +200,7 @@ def test_after_the_end_no_thread_is_started() -> None:
         assert reporter._thread is None
 
 
-def test_the_longest_cause_fits_into_a_word() -> None:
+def test_longest_cause_fits_into_a_report() -> None:
     for text in ("x", "\u00e4", "\U0001f600", "\x00", "\udcff"):
         note = {"step": 4, "error": text * 5000}
         word = report_of(Peer("g" * 64, 10**6, 10**6), "checkpoint_failed", note)

@@ -75,7 +75,7 @@ def test_group_missing_from_all_answers_is_late_once_per_window() -> None:
     assert asked.on_reply(alone, 12.0) == {"1"}
 
 
-def test_one_answer_that_names_it_clears_a_group() -> None:
+def test_single_answer_with_the_group_clears_the_group() -> None:
     asked = ask()
     alone = {"0": ListedGroup(1, TOKEN)}
     asked.on_reply(alone, 10.0)
@@ -98,13 +98,13 @@ def test_a_quorum_once_had_stays_and_the_dead_are_still_missed() -> None:
     assert asked.on_reply({"0": ListedGroup(1, TOKEN)}, 6.0) == {"1"}
 
 
-def test_torchfts_constructor_still_makes_what_is_put_in_their_place() -> None:
+def test_torchft_constructor_still_uses_the_replaced_classes() -> None:
     code: Any = Manager.__init__.__code__
     assert {"ManagerServer", "ManagerClient"} <= set(code.co_names)
     assert "lighthouse_addr" in inspect.signature(Manager).parameters
 
 
-def test_torchfts_own_server_pairs_the_calls_of_a_groups_ranks_by_their_order(place: Place) -> None:
+def test_torchft_server_pairs_the_calls_of_ranks_by_their_order(place: Place) -> None:
     """This is why only the first rank asks: a rank that was rolled back before puts all out of
     step."""
     server = ManagerServer(
@@ -234,7 +234,7 @@ def test_groups_get_a_quorum_for_each_txn_and_none_is_a_step_behind(place: Place
     assert first.late == second.late == []
 
 
-def test_a_lighthouse_that_was_restarted_makes_nobody_late(place: Place) -> None:
+def test_restarted_lighthouse_makes_no_group_late(place: Place) -> None:
     groups = [place.group(name) for name in "01"]
     for txn in range(1, 7):
         if txn in (2, 5):
@@ -260,7 +260,7 @@ def test_ended_group_is_late_after_its_heartbeats(place: Place) -> None:
     assert first.late[0] == {"1"}
 
 
-def test_no_quorum_in_time_is_said_and_counted(place: Place) -> None:
+def test_missing_quorum_is_reported_and_counted(place: Place) -> None:
     group = place.group("0", timeout_s=0.5)
     group.begin(1, "0")
     assert group.quorums.wait(Token(1, 1)) is None
@@ -290,7 +290,7 @@ def test_end_of_a_txn_releases_waiters(place: Place) -> None:
     ended.join()
 
 
-def test_a_pause_is_as_long_as_the_lighthouse_is_silent_and_has_an_end(place: Place) -> None:
+def test_pause_follows_the_lighthouse_silence_up_to_a_bound(place: Place) -> None:
     group = place.group("0", timeout_s=0.4)
     group.quorums.pause()  # without a failure there is no pause
     place.close_lighthouse()

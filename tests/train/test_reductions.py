@@ -23,7 +23,7 @@ from fft.train.gradients.reductions import ManifestBuilder, OpenTxn, Reductions
 from fft.train.guard.watchers import Watchers
 
 
-def test_a_future_is_completed_by_a_rollback_before_or_after_it_was_made() -> None:
+def test_future_is_completed_by_a_rollback_before_or_after_its_wrap() -> None:
     """The engine cancels on its own thread while the main thread may be reducing."""
     side = SimpleNamespace(pg=None, timeout=timedelta(seconds=60), logger=logging)
     manager: Any = SimpleNamespace(_torchft=side, report_error=print)

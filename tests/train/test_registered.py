@@ -121,6 +121,16 @@ def test_algorithm_with_an_inner_optimizer_is_not_unwrapped() -> None:
     assert unwrapped(outer) is outer
 
 
+@pytest.mark.parametrize("thing", [{"loss": 1.0}, torch.ones(2)])
+def test_object_in_extra_without_a_state_is_refused_by_name(thing: Any) -> None:
+    """And before anything is replaced that was registered earlier."""
+    state = RankState.__new__(RankState)
+    state.models = []
+    with pytest.raises(FftError, match=rf"extra\['best'\]: .*, got {type(thing).__name__}; keep"):
+        state.register([linear()], [], [], {"best": thing}, None, None)
+    assert state.models == []
+
+
 def test_torchfts_optimizer_is_refused() -> None:
     inner = torch.optim.SGD(linear().parameters(), lr=0.1)
     with pytest.raises(FftError, match=r"torchft.Optimizer.*pass the optimizer that it wraps"):
@@ -164,7 +174,7 @@ def on(mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def test_buffers_and_optimizer_tensors_on_another_process_group_are_refused(world: None) -> None:
+def test_state_tensors_on_another_process_group_are_refused(world: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = linear()
     with pytest.raises(FftError, match="state of an optimizer"):

@@ -96,7 +96,7 @@ class TakenBack(PrefixStore):
         return found
 
 
-def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> None:
+def test_withdrawn_key_is_awaited_like_a_missing_one() -> None:
     """An aborted rank withdraws its keys; the rank that just reads one of them is aborted, too."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
     inner = TakenBack("fft", server)
@@ -120,7 +120,7 @@ def test_a_key_that_its_writer_has_taken_back_is_waited_for_as_any_other() -> No
     assert [str(error) for error in caught] == ["a rank has died"]
 
 
-def test_a_key_that_is_taken_back_between_wait_and_read_has_no_empty_value() -> None:
+def test_key_withdrawn_between_wait_and_read_is_not_read_as_empty() -> None:
     """torch's store reads an empty value then, which gloo takes for an address, and the process
     ends."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)

@@ -66,6 +66,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     configure(group, port, "e1", rank, ranks)
     tensor = torch.full((1_000_000,), float(rank))
     if rank == ranks - 1:
+        store.set("last configured", "1")
         store.get("rank 0 is over")
         late = allreduce(group, tensor)
         store.set("late entered", "1")
@@ -86,7 +87,9 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
     wait_until(lambda: group.pending() == 1, "the allreduce to start")
     assert waiter.is_alive()
     store.set(f"blocked {rank}", "1")
-    store.wait(["blocked 0", "blocked 1"])  # from here on the other rank's abort may free this one
+    # From here on the other rank's abort may free this one. It would also fail a configure() of the
+    # last rank that still waits for its connections.
+    store.wait(["blocked 0", "blocked 1", "last configured"])
     start = time.monotonic()
     group.abort("test")
     returned = time.monotonic()
@@ -106,7 +109,7 @@ def _blocked(rank: int, ranks: int, port: int) -> Any:
 
 
 @pytest.mark.multiprocess
-def test_abort_frees_a_blocked_rank_and_its_tensor_is_never_written_again() -> None:
+def test_abort_frees_a_blocked_rank_and_its_tensor_stays_untouched() -> None:
     *blocked, late = run(3, _blocked)
     assert late is False
     for took, freed, quiet, untouched, pending in blocked:
@@ -222,7 +225,7 @@ def test_abort_frees_a_configure_that_waits_for_a_missing_member() -> None:
     assert not _helper_threads()
 
 
-def test_listeners_of_aborted_configures_are_closed_without_a_garbage_collection() -> None:
+def test_listeners_of_aborted_configures_are_closed_without_gc() -> None:
     server = store_server()
     group = AbortableGroup(ProcessGroupGloo(MINUTE))
     gc.disable()
@@ -362,7 +365,7 @@ def test_a_configured_group_works_through_torchfts_own_methods() -> None:
     assert "configure" not in vars(groups[0])
 
 
-def test_a_group_configured_before_it_is_adopted_is_refused() -> None:
+def test_group_configured_before_adoption_is_refused() -> None:
     server = store_server()
     pg = ProcessGroupGloo(MINUTE)
     pg.configure(f"localhost:{server.port}/e1", "0", 0, 1)
@@ -488,7 +491,7 @@ def test_two_hundred_reconfigurations_leave_nothing_behind() -> None:
         assert end <= usage[0]
 
 
-def test_a_rendezvous_store_serves_what_torch_asks_of_a_store() -> None:
+def test_rendezvous_store_supports_the_calls_of_torch() -> None:
     server = store_server()
     store = RendezvousStore(dist.PrefixStore("p", client(server.port)), timedelta(seconds=5))
     store.set("a", b"1")
@@ -515,6 +518,6 @@ def test_gloo_interface_that_does_not_exist_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    said = rf"GLOO_SOCKET_IFNAME={re.escape(name)}: .*; this host has"
-    with pytest.raises(FftError, match=said):
+    expected = rf"GLOO_SOCKET_IFNAME={re.escape(name)}: .*; this host has"
+    with pytest.raises(FftError, match=expected):
         AbortableGroup(ProcessGroupGloo())

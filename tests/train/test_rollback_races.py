@@ -131,8 +131,8 @@ def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
     for round_ in range(CUTS):
         group.configure(f"localhost:{port}/c{round_}", str(rank), rank, ranks, round_)
         _meet(mine, f"built/{round_}", rank, ranks)
-        heard = threading.Thread(target=_abort_when_told, args=(group, theirs, f"cut/{round_}"))
-        heard.start()
+        received = threading.Thread(target=_abort_when_told, args=(group, theirs, f"cut/{round_}"))
+        received.start()
         cutter = rng.randrange(ranks)
         with contextlib.suppress(RuntimeError):  # the cut, or the abort that follows
             works = [
@@ -145,7 +145,7 @@ def _cutting(rank: int, ranks: int, port: int, seed: int) -> float:
                 mine.set(f"cut/{round_}", b"1")
             for work in works:
                 work.wait()
-        heard.join()
+        received.join()
         begin = time.monotonic()
         group.quiesce(timedelta(seconds=30))
         longest = max(longest, time.monotonic() - begin)
@@ -165,7 +165,7 @@ def _abort_when_told(group: AbortableGroup, store: TCPStore, key: str) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_cut_between_the_head_and_the_body_of_a_message_holds_nobody_up() -> None:
+def test_cut_between_head_and_body_of_a_message_delays_no_rank() -> None:
     """gloo neither reads from such a connection nor closes it: this once cost a rollback 60 s."""
     longest = run(3, _cutting, 5)
     print(f"\ncut to quiet, longest of {CUTS}: {', '.join(f'{s * 1e3:.0f} ms' for s in longest)}")

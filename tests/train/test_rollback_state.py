@@ -94,7 +94,7 @@ def test_restore_makes_the_next_attempt_the_same_as_the_first() -> None:
         assert torch.equal(run.compute(), first)
 
 
-def test_a_body_cut_in_an_evaluation_or_with_a_part_frozen_is_repeated_as_it_began() -> None:
+def test_body_cut_in_evaluation_or_with_a_frozen_part_is_restored() -> None:
     """``model.eval()`` has no ``finally``; a GAN freezes one network while it trains the other."""
     setup = Setup()
     setup.model.norm.eval()
@@ -200,7 +200,7 @@ def test_load_forgets_optimizer_state_that_the_source_does_not_have() -> None:
     assert target.state.digest() == source.state.digest()
 
 
-def test_a_rollback_after_a_state_has_come_does_not_bring_the_old_one_back() -> None:
+def test_rollback_after_a_fetch_keeps_the_fetched_state() -> None:
     """The joiner's step function begins with its old state, and its vote waits for the job's
     state."""
     source, learner = Setup(1), Setup(2)
@@ -263,7 +263,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
     assert target.counter.seen == counter
 
 
-def test_a_setting_that_an_older_torch_does_not_know_keeps_its_value_here() -> None:
+def test_setting_unknown_to_an_older_torch_keeps_its_value() -> None:
     source, target = Setup(1), Setup(2)
     for run in (source, target):
         run.step()
@@ -336,7 +336,7 @@ def test_first_edit_in_a_rolled_back_step_is_tracked_afterwards() -> None:
     assert torch.equal(weight, before[0]), "the rest is put back all the same"
 
 
-def test_a_parameter_edited_by_a_body_that_ended_well_is_kept_from_then_on() -> None:
+def test_parameter_edit_of_a_successful_body_is_kept() -> None:
     run = Setup()
     weight, bias = run.model.linear.weight, run.model.norm.bias
     for edited in (weight, bias):
@@ -357,7 +357,7 @@ def test_a_parameter_edited_by_a_body_that_ended_well_is_kept_from_then_on() -> 
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def test_parameter_added_between_two_steps_is_restored_and_in_the_fingerprint() -> None:
+def test_parameter_added_between_steps_is_restored_and_fingerprinted() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     state = StepState([model], [torch.optim.SGD(model.parameters(), lr=0.1)])
     state.capture()
@@ -391,7 +391,7 @@ def test_parameter_replaced_under_its_name_between_two_steps_is_restored() -> No
     assert torch.equal(model.weight, torch.ones(2, 2))
 
 
-def test_a_rollback_drops_gradients_of_parameters_that_only_an_optimizer_has() -> None:
+def test_rollback_drops_gradients_of_optimizer_only_parameters() -> None:
     model, loose = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     state = StepState([model], [torch.optim.SGD([loose], lr=0.1)])
     every = [*model.parameters(), loose]  # the model's are in no optimizer
@@ -404,7 +404,7 @@ def test_a_rollback_drops_gradients_of_parameters_that_only_an_optimizer_has() -
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_gradients_stay_with_a_state_that_comes_only_if_they_belong_to_it(keeps: bool) -> None:
+def test_loaded_state_drops_gradients_unless_they_are_kept(keeps: bool) -> None:
     source, target = Setup(1), Setup(2)
     for parameter in target.model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -456,7 +456,7 @@ def test_exported_state_shares_no_memory_with_the_step_function() -> None:
 # --- fingerprints ---------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_sees_each_parameter_and_all_optimizer_state_and_no_buffer() -> None:
+def test_fingerprint_covers_parameters_and_optimizers_but_no_buffer() -> None:
     run = Setup()
     before = run.state.fingerprint()
     run.step()

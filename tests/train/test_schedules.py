@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_progress_is_equal_on_all_ranks_and_ends_at_one() -> None:
         lambda: data[:20],
     ]
     for make in loaders:
-        told: list[list[float]] = []
+        reported: list[list[float]] = []
         for rank in (0, 1):
             inputs, cursor, fractions = Inputs(as_source(make()), 2, rank), 0, []
             for groups in (2, 2, 1, 1):  # items of two ranks: 4, 4, 2, 2 of 20
@@ -107,8 +108,8 @@ def test_progress_is_equal_on_all_ranks_and_ends_at_one() -> None:
                 assert drawn is not None
                 fractions.append(drawn.progress)
                 cursor = after
-            told.append(fractions)
-        assert told[0] == told[1] == [0.2, 0.4, 0.5, 0.6]
+            reported.append(fractions)
+        assert reported[0] == reported[1] == [0.2, 0.4, 0.5, 0.6]
 
 
 def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
@@ -128,7 +129,8 @@ def test_transaction_has_its_data_epoch() -> None:
     plan = StartTxn(Token(1, 1), 0, "l", 1, 0, 1, ("0",), 0, next_cursor=2)
     drawn = Inputs(fft.CursorLoader(list(range(8)), 4), 1, 0).draw(plan)
     assert drawn is not None
-    txn = Transaction(None, plan, drawn, False, {})  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(attempt=None)
+    txn = Transaction(loop, plan, drawn, False, {})
     assert (txn.data_epoch, txn.ends_data_epoch) == (1, True)
 
 

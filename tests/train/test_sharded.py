@@ -88,7 +88,7 @@ def test_each_group_takes_the_items_of_its_shard_once() -> None:
     assert job.txn("01", sources) == [6, 7, 104, 105]
 
 
-def test_a_member_that_does_not_contribute_consumes_nothing_of_its_shard() -> None:
+def test_member_without_a_contribution_does_not_consume_its_shard() -> None:
     job = Job()
     sources = [job.source(0), job.source(1)]
     job.txn("01", sources)
@@ -167,7 +167,7 @@ def test_error_while_items_are_skipped_leaves_the_shard_usable(
     assert job.txn("01", [sources[0], back]) == [5, 105]
 
 
-def test_unreadable_item_of_a_shard_is_named_when_it_is_due(
+def test_unreadable_item_of_a_shard_is_named_when_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retries, "PAUSES_OF_OTHERS_S", (0.0,))
@@ -179,7 +179,7 @@ def test_unreadable_item_of_a_shard_is_named_when_it_is_due(
     assert caught.value.fft_item == "item 3 of shard 1"  # type: ignore[attr-defined]
 
 
-def test_a_rank_that_fetches_the_state_keeps_the_items_that_it_has_drawn() -> None:
+def test_rank_that_fetches_the_state_keeps_its_drawn_items() -> None:
     job = Job()
     sources = [job.source(0), job.source(1)]
     job.txn("01", sources)
@@ -298,9 +298,9 @@ def test_source_names_a_shard_that_is_shorter_than_the_others(
     job.txn("02", [sources[0], sources[2]])
     job.txn("0", sources[:1])
     sources[0].close()
-    told = "(slices by group: 0: 3, 1: 1, 2: 2): group"
-    assert f"the shards have unequal lengths {told} 1 had no more data" in caplog.text
-    assert f"different parts of their shards {told} 2 was absent" in caplog.text
+    expected = "(slices by group: 0: 3, 1: 1, 2: 2): group"
+    assert f"the shards have unequal lengths {expected} 1 had no more data" in caplog.text
+    assert f"different parts of their shards {expected} 2 was absent" in caplog.text
 
 
 def test_audit_names_doubled_and_missing_samples() -> None:

@@ -41,8 +41,8 @@ def met(mine: bytes, theirs: bytes) -> list[object]:
 
 
 def test_only_peers_with_the_key_are_accepted() -> None:
-    heard, no_error = met(KEY, KEY)
-    assert isinstance(heard, bytes)
+    received, no_error = met(KEY, KEY)
+    assert isinstance(received, bytes)
     assert no_error is None
     assert all(isinstance(error, Unauthenticated) for error in met(KEY, b"x" * 32))
 

@@ -52,10 +52,10 @@ def test_late_message_of_an_older_txn_replaces_no_newer_one() -> None:
     assert [f.code for f in faults] == [CauseCode.BLOCK_BESIDE_STEP]
 
 
-def test_running_step_hears_of_a_stop_after_a_live_block() -> None:
+def test_running_step_reports_a_stop_after_a_live_block_once() -> None:
     step, faults = presence()
     step.begin(TXN)
-    for message in (OLDER, BLOCKED, STOPPED, BLOCKED):
+    for message in (OLDER, BLOCKED, BLOCKED, STOPPED, STOPPED, BLOCKED):
         step.receive(message)
     assert [f.code for f in faults] == [CauseCode.BLOCK_BESIDE_STEP, CauseCode.STOPPED]
 

@@ -102,8 +102,8 @@ def test_early_request_waits_for_the_offer(make: Make) -> None:
     assert got == [{"a": 1}]
 
 
-def refused(receiver: StateTransfer, sender: StateTransfer, step: int, said: str) -> None:
-    with pytest.raises(TransferError, match=said) as caught:
+def refused(receiver: StateTransfer, sender: StateTransfer, step: int, expected: str) -> None:
+    with pytest.raises(TransferError, match=expected) as caught:
         receiver.recv_checkpoint(0, sender.metadata(), step, LIMIT)
     assert sender.metadata() in str(caught.value)
 
@@ -141,7 +141,7 @@ class Evil:
         return setattr, (Evil, "ran", True)
 
 
-def test_nothing_of_it_is_run_even_from_a_peer_with_the_token(make: Make) -> None:
+def test_code_in_a_state_is_not_run_even_from_a_peer_with_the_token(make: Make) -> None:
     sender, receiver = make(), make()
     sender.send_checkpoint([1], 1, {"a": Evil()}, LIMIT)
     refused(receiver, sender, 1, "cannot be loaded without running code")
@@ -343,7 +343,7 @@ def torchfts() -> Iterator[Callable[[], HTTPTransport[Any]]]:
 
 
 @pytest.mark.parametrize("offered", ["ab", "cd"])
-def test_fetch_refuses_another_lineage_that_a_transport_of_torchft_brings(
+def test_fetch_over_a_torchft_transport_refuses_another_lineage(
     offered: str, torchfts: Callable[[], HTTPTransport[Any]]
 ) -> None:
     """torchft's transports compare the step alone: equal steps can have different lineages."""

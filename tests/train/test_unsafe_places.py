@@ -42,7 +42,7 @@ def left(how: str, rounds: int, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_at_no_bytecode_at_which_it_may_come_does_it_leave_anything(tmp_path: Path) -> None:
+def test_interruption_at_any_unsafe_bytecode_leaves_no_leak(tmp_path: Path) -> None:
     asked = left("every", 0, tmp_path)
     assert {name for name, (_, leaks) in asked.items() if leaks} == set()
     blind = left("blind", 0, tmp_path)
@@ -51,7 +51,7 @@ def test_at_no_bytecode_at_which_it_may_come_does_it_leave_anything(tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.long)])
-def test_at_random_moments_it_leaves_nothing(tmp_path: Path, rounds: int) -> None:
+def test_interruptions_at_random_moments_leave_no_leak(tmp_path: Path, rounds: int) -> None:
     found = left("storm", rounds, tmp_path)
     assert {name for name, (_, leaks) in found.items() if leaks} == set()
     print(f"\n{sum(bodies for bodies, _ in found.values())} bodies")
@@ -71,10 +71,10 @@ def test_a_compilation_is_never_cut(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it compiles only once
     log = tmp_path / "log"
-    said = forked.run_script(COMPILE, backend, str(bodies), log=log, within=LIMIT_S)
-    told = json.loads(said.splitlines()[-1])
-    assert told["errors"] == [] and told["ours"] == []
-    assert told["asked_in_vain"] > bodies / 4
+    output = forked.run_script(COMPILE, backend, str(bodies), log=log, within=LIMIT_S)
+    reported = json.loads(output.splitlines()[-1])
+    assert reported["errors"] == [] and reported["ours"] == []
+    assert reported["asked_in_vain"] > bodies / 4
 
 
 # --- the rule about bytecode --------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_frames_older_than_the_step_function_do_not_count() -> None:
     assert whole is Safety.LATER and of_body is Safety.SAFE
 
 
-def test_a_condition_takes_its_lock_again_whatever_comes() -> None:
+def test_condition_reacquires_its_lock_after_any_exception() -> None:
     """Otherwise the end of its ``with`` releases another thread's lock."""
     found: list[Safety] = []
 

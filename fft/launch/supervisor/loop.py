@@ -503,7 +503,7 @@ class Supervisor:
             self._end()
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
-        """Have the claims of the groups name the exit status, which `fft launch outcome` judges."""
+        """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 

@@ -28,13 +28,13 @@ from fft.errors import FftError
 from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train.api.parts import Parts
-from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_interface import ShutDownAtExit, TorchftInterface
 from fft.train.data.sharded import Sharded
 from fft.train.data.source import Identify
 from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
+from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.process_groups.mesh_layout import MeshLayout
 from fft.train.session.lighthouse import init_torchft_manager
 from fft.train.session.settings import ManagerConfig, read_settings, refuse_unknown
@@ -309,7 +309,7 @@ class ManagerFFT(TorchftInterface):
             raise FftError("call manager.veto() before the first step, on all ranks alike")
         self._parts.results.vetoes.append(function)
 
-    def initialize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_join(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` when this rank joins the job, and after each rollback.
 
         It runs before the health checks.
@@ -327,7 +327,7 @@ class ManagerFFT(TorchftInterface):
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.initialize.add(function, limit_s)
+        self._parts.worker.hooks.on_join.add(function, limit_s)
 
     def on_abort(self, function: Callable[[], object], limit_s: float = 5.0) -> None:
         """Call ``function()`` in each rollback, after the process groups of FFT are aborted.
@@ -346,21 +346,21 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.worker.hooks.on_abort.add(function, limit_s)
 
-    def finalize(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_unwound(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` in each rollback, on the main thread after the step function.
 
         All collectives of the attempt have ended then, and the state is not restored yet. Use it to
         wait for other asynchronous work of the step function, and to reset global variables. If it
-        raises, this rank leaves the job as with `initialize`, without a health check.
+        raises, this rank leaves the job as with `on_join`, without a health check.
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.finalize.add(function, limit_s)
+        self._parts.worker.hooks.on_unwound.add(function, limit_s)
 
     def health_check(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` before this rank joins the job, and after each rollback.
@@ -380,7 +380,7 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.worker.hooks.health_check.add(function, limit_s)
 
-    def completion(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_complete(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` once when the job is complete: `transactions` has made its last
         commit.
 
@@ -390,14 +390,14 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             function: Must be local to this process: the other ranks may have ended.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.completion.add(function, limit_s)
+        self._parts.worker.hooks.on_complete.add(function, limit_s)
 
-    def terminate(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
+    def on_leave(self, function: Callable[[], object], limit_s: float = 30.0) -> None:
         """Call ``function()`` once when this rank leaves for good before the job is complete.
 
         It runs after the rank has left, because it was drained, an error ended the script, or the
@@ -405,12 +405,12 @@ class ManagerFFT(TorchftInterface):
 
         Args:
             function: Must be local to this process: the other ranks may be in any state.
-            limit_s: As for `initialize`.
+            limit_s: As for `on_join`.
 
         Raises:
             ConfigError: ``limit_s`` is not positive.
         """
-        self._parts.worker.hooks.termination.add(function, limit_s)
+        self._parts.worker.hooks.on_leave.add(function, limit_s)
 
     def stage_group(self) -> ProcessGroup:
         """The process group between the stages of this replica group, for ``PipelineStage``.

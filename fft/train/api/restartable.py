@@ -159,8 +159,8 @@ def restartable(
             then raise ``NotEnoughGroups``.
         stop_on: Exceptions of the function after which all members raise ``RestartRefused``.
         hooks: Called once with the manager before the first call, to add hooks by
-            ``manager.on_abort``, ``finalize``, ``initialize``, ``health_check``, ``completion`` and
-            ``terminate``.
+            ``manager.on_abort``, ``on_unwound``, ``on_join``, ``health_check``, ``on_complete`` and
+            ``on_leave``.
         group: As for `live_set`.
         timeouts: As for `live_set`.
     """

@@ -21,8 +21,8 @@ from torchft.manager import ExceptionWithTraceback, Manager
 
 from fft.errors import Drained, FftError
 from fft.train.api.parts import Parts
-from fft.train.api.torchft_adapter import TorchftAdapter
 from fft.train.api.torchft_diloco import refuse_dropping
+from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.guard.unsafe_places import guarded
 from fft.train.session.error_reports import Reported
 from fft.train.step.attempt import Limit

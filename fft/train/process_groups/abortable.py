@@ -36,6 +36,7 @@ from torchft.process_group import (
 from fft.bus.addresses import HOW_TO_REACH, PROBE_S, joined, why_no_route, why_unreachable
 from fft.errors import DeviceLost
 from fft.train.guard import accelerator
+from fft.train.guard.torchft_adapter import configuration_of
 from fft.train.process_groups import sockets
 from fft.train.process_groups.backend import TrackedBackend
 from fft.train.process_groups.gloo import check_interfaces, device_makers, gloo_group, time_left
@@ -150,7 +151,7 @@ class AbortableGroup:
         self._devices: list[tuple[Any, Address]] = []
         self._worker: threading.Thread | None = None
         self._hooks: list[str] = []
-        self._native_configure: Callable[..., None] = self._target.configure
+        self._native_configure = configuration_of(self._target)
         self._native_abort: Callable[[], None] = self._target.abort
         self._hook()
 
@@ -398,6 +399,7 @@ class AbortableGroup:
             if (error := why_no_route(address)) is not None:
                 raise ConnectionError(_unreached_text(generation, address, error))
         made = gloo_group(store, [d for d, _ in devices], call, self._target._timeout, deadline)
+        sockets.keep_connections_alive(generation.own, generation.peers)
         with self._lock:
             self._devices = devices
         return made

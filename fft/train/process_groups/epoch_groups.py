@@ -26,6 +26,7 @@ from torchft.process_group import ProcessGroup
 from fft.errors import FftError, GradientLayoutMismatch, GroupNotReformable
 from fft.messages.effects import Heal
 from fft.messages.protocol import Peer, Record
+from fft.train.guard.torch_adapter import fsdp_groups, fsdp_state
 from fft.train.process_groups import AbortableGroup, GroupAborted
 from fft.train.process_groups.mesh_layout import MeshLayout
 from fft.train.process_groups.shard import ShardGroup, mesh_over
@@ -470,7 +471,7 @@ def _groups_used(
         for name, module in model.named_modules():
             place = f"module {name!r} ({type(module).__name__}) of the model"
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in fsdp_groups(fsdp_state(module)):
                     yield from _groups_of(place, group.mesh_info.mesh)
             if isinstance(module, nn.SyncBatchNorm | FullyShardedDataParallel):
                 own = module.process_group or _world.default_pg

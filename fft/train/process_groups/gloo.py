@@ -20,6 +20,9 @@ from fft.train.guard.unsafe_places import guarded
 from fft.train.process_groups.rendezvous import ConfigureCall, RendezvousStore
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+# gloo repeats connections on its own thread, where a lost route ends the process. It reads this
+# variable with its first connection.
+os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")
 
 
 def device_makers(address: str | None) -> list[Callable[[], Any]]:

@@ -246,7 +246,7 @@ def store_client(host: str, port: int, timeout: float) -> Any:
             raise ConnectionError(str(error).splitlines()[0]) from error
 
     made = hedged(connect, timeout, "fft-store-connect")
-    keep_connections_alive(port)  # torch has no option for it
+    keep_connections_alive(port=port)  # torch has no option for it
     return made
 
 

@@ -32,11 +32,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper
 
 from fft.errors import FftError
-
-try:
-    from torch.distributed.distributed_c10d import GroupName
-except ImportError:  # torch 2.11, on which `make gpu` may run, uses str
-    GroupName = str  # type: ignore[misc, assignment]
+from fft.train.guard.torch_adapter import GroupName
 
 _numbers = itertools.count(1)
 

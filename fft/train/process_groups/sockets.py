@@ -160,11 +160,15 @@ def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool)
     return found
 
 
-def keep_connections_alive(port: int) -> None:
-    """Have the kernel probe each connection of this process to a ``port`` while it is idle."""
+def keep_connections_alive(
+    own: frozenset[Address] = frozenset(), peers: frozenset[Address] = frozenset(), port: int = 0
+) -> None:
+    """Have the kernel end connections (those of `shut_down`, or to a ``port``) on a broken link."""
     for fd, link in _links().items():
         with _borrowed(fd, link) as sock, suppress(OSError):  # not connected
-            if sock is not None and sock.family in _FAMILIES and sock.getpeername()[1] == port:
+            if sock is None or sock.family not in _FAMILIES:
+                continue
+            if _matches(sock, own, peers) or sock.getpeername()[1] == port:
                 keep_alive(sock)
 
 

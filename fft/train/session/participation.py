@@ -101,7 +101,7 @@ class Participation:
             self.reporter.say(FetchReport(*self.peer, got, total, left_s))
 
     def report_idle(self, seconds: float) -> None:
-        """Trace and report that the script worked for so long between two transactions."""
+        """Trace and report how long the script worked between two transactions."""
         self.note(IDLE, {"seconds": round(seconds, 3)})
         if self.reporter is not None:
             self.reporter.say(IdleReport(*self.peer, round(seconds, 3)))

@@ -133,6 +133,12 @@ class RankState:
                     f"extra={{{SCALER!r}: …}} and scaler= are both given; pass one of them"
                 )
             others[SCALER] = scaler
+        for name, each in others.items():
+            if not all(callable(getattr(each, f"{do}state_dict", None)) for do in ("", "load_")):
+                raise FftError(
+                    f"extra[{name!r}]: expected an object with state_dict() and load_state_dict(), "
+                    f"got {type(each).__name__}; keep it in an object of a class that has both"
+                )
         for optimizer in optimizers:
             refuse_unloadable(optimizer)
         updates = Updates(optimizers, schedulers, scaler)

@@ -34,6 +34,7 @@ from fft.protocol.timeouts import ARGUMENTS, TORCHFT_DEFAULT_S, Given, Timeout, 
 from fft.train.session.lighthouse import Membership
 from fft.train.state.equality_checks import refuse_interval
 from fft.util.names import unknown
+from fft.util.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +338,7 @@ def common_settings(spec: FsmSpec, **others: Any) -> dict[str, Any]:
             found.update({f"{section}.{name}": _digest(rule) for name, rule in value.items()})
         elif section not in ("timers", "name", "version"):
             found.update(_flat(section, value))
-    return {"spec": spec.name, **others, **found}
+    return {"FFT": __version__, "spec": spec.name, **others, **found}
 
 
 def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
@@ -347,6 +348,12 @@ def refuse_other_settings(bus: ErrorBus, mine: Mapping[str, Any]) -> None:
     if held is None or held == text:
         return
     theirs = json.loads(held)
+    if (there := theirs.get("FFT")) != mine["FFT"]:
+        raise OtherSettings(
+            f"this process has FFT {mine['FFT']}, and the job that it would join has FFT "
+            f"{there or '0.1.0 or older'}: install one version for all processes of a job; to "
+            "change it, end the job and start it again, and it resumes from its checkpoint"
+        )
     both = [*mine, *(place for place in theirs if place not in mine)]
     places = [place for place in both if mine.get(place) != theirs.get(place)]
     differences = [

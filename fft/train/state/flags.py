@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fft.errors import StateMismatch
-from fft.train.state.sharded import load_settings_of, settings_of
+from fft.train.state.sharded import lay_out, load_settings_of, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Flags:
             ``fsdp``: settings by FSDP2 module. ``hooks``: names of the hooks of each module and
             parameter whose hooks have changed since the job began here.
         """
+        lay_out(self._models)
         modules = self.modules()
         return {
             "trained": {name: p.requires_grad for name, p in parameters.items()},
@@ -70,6 +71,7 @@ class Flags:
         Raises:
             StateMismatch: Hooks differ; the message names the module or the parameter.
         """
+        lay_out(self._models)  # before the changes, as where they were made
         changed = []
         for name, parameter in parameters.items():
             if (trained := flags["trained"].get(name)) not in (None, parameter.requires_grad):

@@ -51,7 +51,7 @@ def bits_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def write_data(tensor: torch.Tensor, bits: Sequence[torch.Tensor]) -> None:
     """Write what `bits_of` returned back into ``tensor``. Needs ``torch.no_grad()``.
 
-    A plain tensor that was resized since gets its former shape again.
+    A plain tensor that has been resized gets its former shape again.
     """
     if len(bits) == 1 and not isinstance(tensor, DTensor) and tensor.shape != bits[0].shape:
         tensor.data = bits[0].clone()

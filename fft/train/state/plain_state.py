@@ -216,8 +216,7 @@ def load_optimizer(
 def load_settings(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
-    """Load settings that `export_settings` returned, with parameter groups that were added
-    there."""
+    """Load settings that `export_settings` returned, and add the parameter groups that are new."""
     first = len(optimizer.param_groups)
     added = zip(values["param_groups"][first:], values.get("members", ())[first:], strict=True)
     for hyper, members in added:
@@ -293,7 +292,7 @@ def check_optimizer(
 
 
 def _check_groups(place: str, mine: list[list[str]], got: list[list[str]]) -> None:
-    """Raise StateMismatch unless ``got`` has the parameter groups of ``mine`` and added ones."""
+    """Raise StateMismatch unless ``got`` begins with the parameter groups of ``mine``."""
     taken = {name for members in mine for name in members}
     for i, (here, there) in enumerate(itertools.zip_longest(mine, got)):
         if here != there if here is not None else taken.intersection(there):

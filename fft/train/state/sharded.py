@@ -1,125 +1,174 @@
 """Reset modules under FSDP2 (``fully_shard``) to their state between two steps: sharded and idle.
 
-This module accesses FSDP2's private state of the modules by the attributes of torch 2.13.
+A rollback also restores their settings. FSDP2 keeps them in objects of its own, one next to the
+other with the progress of an iteration, and each release adds some. So everything in these objects
+is captured while they are idle, except data (tensors, events, streams).
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from fft.train.guard.torch_adapter import (
+    drop_gathered_gradients,
+    fsdp_groups,
+    fsdp_state,
+    reset_iteration,
+)
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-@cache
-def _setting_names() -> frozenset[str]:
-    """Return the attributes that the setters of FSDP2 assign in this version of torch."""
-    owners = (FSDPModule, FSDPParamGroup)
-    setters = [f for owner in owners for n, f in vars(owner).items() if re.match("_?set_", n)]
-    steps = (step for setter in setters for step in dis.get_instructions(inspect.unwrap(setter)))
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
-
-
-def _settings(thing: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(thing).items() if name in _setting_names()}
+_CONTAINERS = frozenset((list, set, dict))
+_DATA = (torch.Tensor, torch.Event, torch.Stream)
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+"""The package whose objects hold the settings."""
 
 
 def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                yield module._get_fsdp_state()
+                yield fsdp_state(module)
+
+
+def lay_out(models: Sequence[nn.Module]) -> None:
+    """Let FSDP2 do now what it would do in the first forward, before which it has no roots.
+
+    Otherwise what the first forward decides would look like changes of the step.
+    """
+    for model in models:
+        for module in model.modules():  # an outer module comes before those in it
+            if not isinstance(module, FSDPModule):
+                continue
+            states = [*_fsdp_states([module])]
+            if len(states[0]._modules) == 1 and all(state._is_root is None for state in states):
+                states[0]._lazy_init()
 
 
 def reset_fsdp(models: Sequence[nn.Module]) -> None:
     """Reset FSDP2 from the middle of an iteration, including pending gradients."""
     for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
+        for group in fsdp_groups(state):
             # The op has ended, perhaps failed; the reset below would wait for it and raise.
             if group._all_gather_result is not None:
                 group._all_gather_result = group._all_gather_result._replace(all_gather_work=None)
     for model in models:
         for module in model.modules():
-            if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
-                module.reset_iter_state()
+            if isinstance(module, FSDPModule) and fsdp_state(module)._is_root:
+                reset_iteration(module)
     for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
+        for group in fsdp_groups(state):
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if unsharded is not None:
-                    unsharded.grad = None
+                drop_gathered_gradients(parameter)
     reshard(models)
 
 
 def reshard(models: Sequence[nn.Module]) -> None:
     """Return the modules to their sharded parameters and free the gathered ones. Local."""
     for state in _fsdp_states(models):
-        for group in state._fsdp_param_groups:
+        for group in fsdp_groups(state):
             if not group.is_sharded:
                 group._to_sharded()
 
 
-def capture_settings(models: Sequence[nn.Module]) -> list[Callable[[], None]]:
-    """Return functions that restore everything that the setters of FSDPModule change.
+class FsdpSettings:
+    """Everything in the objects of FSDP2 except data, of some models, which are idle now."""
 
-    `reset_fsdp` handles the state of an iteration.
-    """
-    return [_restoring(state) for state in _fsdp_states(models)]
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._states: list[Any] = []
+        self._objects: list[Any] = []
+        """All objects of FSDP2 that the states refer to, found once, because that takes long."""
+
+    def capture(self) -> list[Callable[[], None]]:
+        """Return functions that restore the settings, to be called after `reset_fsdp`."""
+        states = [*_fsdp_states(self._models)]
+        if [*map(id, states)] != [*map(id, self._states)]:
+            lay_out(self._models)
+            self._states, self._objects = states, [*_objects(states)]
+        return [partial(_restore, thing, *_copied(thing)) for thing in self._objects]
 
 
-def _restoring(state: Any) -> Callable[[], None]:
-    unit, iteration = _settings(state), _settings(state._state_ctx)
-    groups = [
-        (group, _settings(group), _settings(group.mesh_info)) for group in state._fsdp_param_groups
-    ]
+def _copied(thing: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return the attributes, and pairs of a container among these and its content."""
+    before = vars(thing).copy()
+    return before, [(v, v.copy()) for v in before.values() if type(v) in _CONTAINERS]
 
-    def restore() -> None:
-        vars(state).update(unit)
-        vars(state._state_ctx).update(iteration)  # the first forward replaces this object
-        for group, settings, mesh_settings in groups:
-            vars(group).update(settings)
-            vars(group.mesh_info).update(mesh_settings)
-            if state._is_root and state._auto_reshard_after_forward:
-                group.post_forward_mesh_info = None  # as the first forward has left it
 
-    return restore
+def _objects(states: Iterable[Any]) -> Iterator[Any]:
+    """Yield each object of FSDP2 that the states refer to."""
+    found, seen = [*states], set[int]()
+    while found:
+        thing = found.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        yield thing
+        for value in () if isinstance(thing, FSDPParam) else vars(thing).values():
+            found += [
+                each
+                for each in (value if isinstance(value, list | tuple) else [value])
+                if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
+            ]
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return any(map(_is_data, value))
+    if isinstance(value, dict):
+        return any(map(_is_data, value.values()))
+    return isinstance(value, _DATA)
+
+
+def _restore(thing: Any, before: dict[str, Any], contents: list[Any]) -> None:
+    now = vars(thing)
+    for name in [n for n, value in now.items() if not _is_data(value)]:
+        del now[name]
+    now.update({n: v for n, v in before.items() if n not in now and not _is_data(v)})
+    for container, content in contents:
+        if _is_data(content):
+            continue
+        container.clear()
+        getattr(container, "extend" if isinstance(container, list) else "update")(content)
 
 
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the plain values that the setters of an FSDP2 module change; empty for other modules.
+    """Return the plain values in the objects of an FSDP2 module; empty for other modules.
 
-    Hooks, meshes and communication objects are not plain. The mesh for resharding after forward is
-    left out, because the first forward of a root module removes it, which a joiner has not run.
+    Hooks, meshes and communication objects are not plain. The numbers of single parameters depend
+    on the rank, so only their switches are returned.
     """
-    return [
-        {
-            name: value
-            for name, value in _settings(thing).items()
-            if isinstance(value, _PLAIN) and name != "post_forward_mesh_info"
-        }
-        for thing in _things(module)
-    ]
+    if not isinstance(module, FSDPModule):
+        return []
+    things = _things(module)
+    return [{n: v for n, v in vars(t).items() if isinstance(v, kinds)} for t, kinds in things]
 
 
 def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the result of `settings_of`, where the values here are plain, too."""
-    pairs = zip(_things(module), settings_of(module), settings or (), strict=False)
-    for thing, mine, values in pairs:
-        vars(thing).update({name: value for name, value in values.items() if name in mine})
+    """Load the result of `settings_of`, where the values here are plain, too.
 
-
-def _things(module: nn.Module) -> list[Any]:
-    """Return the objects with the settings of an FSDP2 module."""
+    A list that FFT 0.1 has saved is shorter, and has fewer values.
+    """
     if not isinstance(module, FSDPModule):
-        return []
-    state = module._get_fsdp_state()
-    return [state, state._state_ctx, *state._fsdp_param_groups]
+        return
+    for (thing, kinds), values in zip(_things(module), settings or (), strict=False):
+        mine = vars(thing)
+        mine.update({n: v for n, v in values.items() if isinstance(mine.get(n, thing), kinds)})
+
+
+def _things(module: FSDPModule) -> list[tuple[Any, tuple[type, ...]]]:
+    """Return the objects with the settings of an FSDP2 module, and the types of these."""
+    state = fsdp_state(module)
+    groups = fsdp_groups(state)
+    return [
+        *((thing, _PLAIN) for thing in (state, state._state_ctx, *groups)),
+        (state._comm_ctx, (bool, int, float, str)),  # None stands for no event of an iteration
+        *((parameter, (bool,)) for group in groups for parameter in group.fsdp_params),
+    ]

@@ -52,7 +52,7 @@ from fft.train.state.plain_state import (
     with_layout_of,
 )
 from fft.train.state.random_states import capture_random
-from fft.train.state.sharded import capture_settings, reset_fsdp, reshard
+from fft.train.state.sharded import FsdpSettings, reset_fsdp, reshard
 from fft.train.state.tensor_subclasses import copy_into, exported, refuse_misfit
 
 logger = logging.getLogger(__name__)
@@ -168,6 +168,7 @@ class StepState:
     ) -> None:
         self._models = list(models)
         self._flags = Flags(self._models)
+        self._fsdp = FsdpSettings(self._models)
         self._first_shapes = {name: list(b.shape) for name, b in self._buffers().items()}
         """Shapes of the buffers before the first forward, which may resize and add some."""
         self._optimizers = list(optimizers)
@@ -179,7 +180,7 @@ class StepState:
         self._parameters: dict[str, torch.Tensor] = {}
         """All parameters by name, as of the last `capture`."""
         self._unheld: dict[str, str] = {}
-        """Digests of the objects in ``extra`` that `unheld` has found."""
+        """Digests of the ``extra`` without a reference in the script, as of the last `unheld`."""
         self._edited: set[str] | None = None
         """Names of parameters that step functions have changed; None before the first has ended."""
 
@@ -202,7 +203,7 @@ class StepState:
             versions={name: version_of(p) for name, p in self._parameters.items()},
             modes=[(module, module.training) for module in modules],
             trained={name: p.requires_grad for name, p in self._parameters.items()},
-            settings=[*capture_settings(self._models), _capture_grad_mode()],
+            settings=[*self._fsdp.capture(), _capture_grad_mode()],
             buffers=list(capture_buffers(modules)),
             rng=capture_random(self.generators),
             hyper=[[hyper_of(g) for g in o.param_groups] for o in self._optimizers],
@@ -422,7 +423,7 @@ class StepState:
     def load_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint as `load` does, and warn of parts that were not loaded.
 
-        A state that a peer has sent is compared by the caller, which refuses such parts.
+        The state of a peer needs no warning: the caller compares it, and refuses it if it differs.
         """
         self.load(state)
         text = "extra[%r]: %s differs from the checkpoint after load_state_dict(): load every entry"
@@ -571,8 +572,10 @@ class StepState:
         return any(thing is each for each in self._extra.values())
 
     def unheld(self) -> str:
-        """Name the objects in ``extra`` to which only this one refers, and that have not changed
-        since the call before: the script has another object in their place."""
+        """Return the names of objects in ``extra`` that the script has probably replaced.
+
+        The script has no reference to them, and they have not changed since the previous call.
+        """
         before, self._unheld = self._unheld, {}
         for name in self._extra.keys() - _module_states(self._models).keys():
             if sys.getrefcount(self._extra[name]) == 2:  # the dictionary, and this argument
@@ -660,15 +663,15 @@ class StepState:
     def _check_buffers(self, state: Mapping[str, Any]) -> None:
         """Raise StateMismatch if the buffers of ``state`` do not fit.
 
-        Forwards may resize and add buffers, as observers of quantization do in the first one. So
-        buffers fit if they were alike when they were registered here and there.
+        A forward pass may resize and add buffers, as observers of quantization do. So buffers fit
+        if sender and receiver had the same ones, with the same shapes, at their registration.
         """
         got, mine, modules = state["buffers"], self._buffers(), self._flags.modules()
         first = state["flags"].get("buffers", {"first": {}})["first"]
         for name in {**got, **mine}:
             is_alike = first.get(name) == self._first_shapes.get(name)
             if name in got and name in mine:
-                here = _as_large(mine[name], got[name]) if is_alike else mine[name]
+                here = _of_shape(mine[name], got[name]) if is_alike else mine[name]
                 refuse_misfit(f"buffers[{name}]", got[name], here)
             elif not is_alike or name.rpartition(".")[0] not in modules:
                 check_names("buffers", got, mine)
@@ -686,7 +689,7 @@ class StepState:
                 value = got[name].to(near.device, copy=True)
                 modules[place].register_buffer(slot, value, name not in notes["transient"])
             else:
-                if (large := _as_large(mine[name], got[name])) is not mine[name]:
+                if (large := _of_shape(mine[name], got[name])) is not mine[name]:
                     mine[name].data = large
                 copy_into(mine[name], got[name])
 
@@ -733,8 +736,8 @@ def _module_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
     }
 
 
-def _as_large(buffer: torch.Tensor, value: Any) -> torch.Tensor:
-    """Return ``buffer``, or an uninitialized tensor if the plain ``value`` has another shape."""
+def _of_shape(buffer: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return ``buffer``, or an uninitialized tensor of the shape of ``value`` if it differs."""
     if type(buffer) is not torch.Tensor or not isinstance(value, torch.Tensor):
         return buffer
     return buffer if buffer.shape == value.shape else buffer.new_empty(value.shape)

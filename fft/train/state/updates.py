@@ -34,12 +34,12 @@ _IDLE = (
     "Otherwise, do not register them"
 )
 _UNHELD = (
-    "the script has no reference to %s any more, and it does not change. A rollback does not "
-    "restore an object that has taken its place, nor does a joining group fetch it: register it"
+    "the script has no reference to %s any more, and its state does not change. If another object "
+    "has replaced it, register that one, so that rollbacks restore it and joining groups fetch it"
 )
 _ACCUMULATES = (
-    "accelerator.accumulate() is left in the script: Accelerate divides the loss, but FFT steps "
-    "after each transaction. Remove it, and pass micro_batches= to fft.CursorLoader"
+    "the script calls accelerator.accumulate(), which divides the loss, but FFT steps after each "
+    "transaction: remove this call, and pass micro_batches= to fft.CursorLoader"
 )
 
 
@@ -67,7 +67,7 @@ class Updates:
         for each in self._schedulers:
             _refuse_unfit(each)
         self._count = 0
-        """Number of updates, up to `_IDLE_AFTER`; one more when `mistakes` has been asked then."""
+        """Number of updates, up to `_IDLE_AFTER`; one more after `mistakes` has reported."""
         self._idle = list(self._optimizers)
         """Optimizers that had no gradient in these updates."""
         self._epochs: list[Any] = []
@@ -189,10 +189,10 @@ class Updates:
         self._drop_gradients()
 
     def mistakes(self, unheld: Callable[[], str]) -> Iterator[tuple[str, str]]:
-        """Yield the name and text of a warning for each likely mistake that first updates show.
+        """Yield name and text of a warning for each likely mistake that the first updates reveal.
 
         Args:
-            unheld: `StepState.unheld`, called after the first update and after the last of these.
+            unheld: `StepState.unheld`; called after the first update and after the tenth.
         """
         accelerate = sys.modules.get("accelerate.state")
         state = {} if accelerate is None else accelerate.GradientState._shared_state

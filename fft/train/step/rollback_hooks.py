@@ -105,37 +105,37 @@ class HookFunctions:
 class Hooks:
     """The user's hooks on one rank, by the methods of the manager that add them.
 
-    ``initialize`` and ``health_check`` run when the rank joins, and after each rollback. A rollback
+    ``on_join`` and ``health_check`` run when the rank joins, and after each rollback. A rollback
     first runs ``on_abort`` on the engine's thread, after FFT has aborted its own process groups,
-    and then ``finalize`` on the main thread.
+    and then ``on_unwound`` on the main thread.
     """
 
     def __init__(self, job: Participation) -> None:
         self.on_abort = HookFunctions(job, "on_abort")
-        self.finalize = HookFunctions(job, "finalize")
-        self.initialize = HookFunctions(job, "initialize")
+        self.on_unwound = HookFunctions(job, "on_unwound")
+        self.on_join = HookFunctions(job, "on_join")
         self.health_check = HookFunctions(job, "health_check")
-        self.completion = HookFunctions(job, "completion")
-        self.termination = HookFunctions(job, "terminate")
+        self.on_complete = HookFunctions(job, "on_complete")
+        self.on_leave = HookFunctions(job, "on_leave")
         self._has_begun = self._has_ended = False
 
     def begin(self) -> None:
-        """Run ``initialize`` and ``health_check``. Raises HookFailed or HealthCheckFailed."""
-        self.initialize.run()
+        """Run ``on_join`` and ``health_check``. Raises HookFailed or HealthCheckFailed."""
+        self.on_join.run()
         self.health_check.run()
         self._has_begun = True
 
     def complete(self) -> None:
-        """Run ``completion``, because the job is complete. Idempotent. Raises HookFailed."""
+        """Run ``on_complete``, because the job is complete. Idempotent. Raises HookFailed."""
         if not self._has_ended:
             self._has_ended = True
-            self.completion.run()
+            self.on_complete.run()
 
     def terminate(self) -> None:
-        """Run ``terminate``, unless the job is complete or this rank has begun no attempt.
+        """Run ``on_leave``, unless the job is complete or this rank has begun no attempt.
 
         Idempotent.
         """
         if self._has_begun and not self._has_ended:
             self._has_ended = True
-            self.termination.run_all()
+            self.on_leave.run_all()

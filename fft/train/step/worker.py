@@ -182,7 +182,7 @@ class Worker:
         self._reductions.reset()
         self._reducers.reset()
         with self._watchers.waiting():  # hooks have their own limits
-            self.hooks.finalize.run()
+            self.hooks.on_unwound.run()
         try:
             self._state.paradigm.restore()
         except TornState as error:  # a peer can provide the state

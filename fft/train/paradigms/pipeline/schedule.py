@@ -11,8 +11,7 @@ are averaged across the groups when a stage has all of them and has divided them
 microbatches (``perform_reduce_grad``), in the order of the schedule, which is the same in all
 groups.
 
-Main thread. Touches schedule and stages through their attributes in torch 2.13, and no process
-group.
+Main thread. Touches schedule and stages through their private attributes, and no process group.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def check_registered(group: object | None) -> None:
         return
     for found in living((PipelineScheduleSingle, PipelineScheduleMulti)):
         over = any(stage.group is group for stage in stages_of(found))
-        if over and "_initialize_pp_stages" not in vars(found):
+        if over and _initializer(found) not in vars(found):
             raise FftError(
                 f"a {type(found).__name__} over manager.stage_group() is not registered, so a "
                 "rollback would not reset it, and its gradients would not be averaged: call "
@@ -158,7 +157,8 @@ class Pipeline:
             reducer.quiet(True)  # until all microbatches have been through
             stage.perform_reduce_grad = _then(stage.perform_reduce_grad, reducer.reduce)
         modules = [stage.submod for stage in self._stages]
-        schedule._initialize_pp_stages = _preserve_buffers(schedule._initialize_pp_stages, modules)
+        name = _initializer(schedule)
+        setattr(schedule, name, _preserve_buffers(getattr(schedule, name), modules))
 
     def capture(self) -> None:
         """Save the flags at the beginning of a step."""
@@ -173,6 +173,11 @@ class Pipeline:
         for stage in self._stages:
             stage.clear_runtime_states()
             _clear(stage, _OF_STAGE)
+
+
+def _initializer(schedule: Any) -> str:
+    """Return the name of the method that lets the stages learn the shapes."""
+    return "_initialize_stage" if hasattr(schedule, "_stage") else "_initialize_stages"
 
 
 def _clear(owner: object, names: Iterable[str]) -> None:

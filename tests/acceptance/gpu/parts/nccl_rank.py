@@ -164,12 +164,6 @@ def _abort_later(ring: Any, at: dict[str, float]) -> None:
 
 def _fsdp(pen: Pen, ring: Any, rank: int, store: Any, device: str) -> None:
     """Run four steps, without and with a rollback in the third, each over a group and its mesh."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        why = f"torch {torch.__version__} cannot take FSDP2 out of a step (reset_iter_state)"
-        pen.absent(f"FSDP2 rolled back in a step (rank {rank})", f"{why}; FFT needs torch 2.13")
-        return
     plain = _train(ring, store, rank, device, 0, rolled_back=False)
     faulty = _train(ring, store, rank, device, 10, rolled_back=True)
     pen.check(f"FSDP2 rolled back in a step (rank {rank})", plain == faulty, f"{plain} {faulty}")

@@ -1,5 +1,7 @@
 """Access to the private attributes of torchft's ``Manager``, which no other file names.
 
+It also holds what differs between releases of torchft.
+
 ``ManagerFFT`` is a subclass of torchft's manager, so both keep the same step counter, error and
 groups. torchft offers no public access to most of them. When a release of torchft renames one,
 `TorchftAdapter` refuses to start and lists the missing names.
@@ -10,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any, Generic, TypeVar, overload
 
+import torchft.process_group
 from torch._C._distributed_c10d import Store
 from torchft.checkpointing import CheckpointTransport
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup
 
 from fft.errors import FftError
+from fft.util.versions import found
 
 T = TypeVar("T")
 
@@ -100,6 +103,21 @@ class TorchftAdapter:
         ]
         if missing:
             raise FftError(
-                f"torchft {version('torchft')} has no {', '.join(missing)} on its Manager, which "
-                "this release of FFT needs: install torchft>=0.2,<0.3"
+                f"torchft {found('torchft')} has no {', '.join(missing)} on its Manager, which "
+                "this release of FFT needs: install torchft 0.2"
             )
+
+
+def configuration_of(pg: Any) -> Callable[..., None]:
+    """Return the ``configure`` of a process group of torchft 0.2.
+
+    Later releases have ``reconfigure`` in its place, with ranks by the order of handles.
+    """
+    if hasattr(pg, "configure"):
+        configure: Callable[..., None] = pg.configure
+        return configure
+
+    def reconfigure(store_addr: str, _: str, rank: int, world_size: int, *__: Any) -> None:
+        torchft.process_group.reconfigure_with_store(pg, store_addr, rank, world_size)
+
+    return reconfigure

@@ -1,0 +1,99 @@
+"""The releases of Python, torch and torchft that FFT was tried with (docs/versions.md)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from fft.util.version import __version__
+
+_TRIED = {
+    "Python": ("3.11", "3.11 to 3.13"),
+    "torch": ("2.11", "2.11 to 2.15"),
+    "torchft": ("0.2", "0.2"),
+}
+"""The oldest release that can work, and those that were tried."""
+_PACKAGES = {"torch": ("torch",), "torchft": ("torchft", "torchft-nightly")}
+
+
+def found(name: str) -> str | None:
+    """Return the installed version of Python, torch or torchft; None without it."""
+    if name == "Python":
+        return platform.python_version()
+    for package in _PACKAGES[name]:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def trouble(name: str, number: str | None) -> tuple[bool, str] | None:
+    """Return whether version `number` of `name` cannot work, and why it is not as tried; or None.
+
+    A build of a vendor or of a night, such as 2.12.0a0+nv26.04, may have any state of the source
+    before or after its release.
+    """
+    least, tried = _TRIED[name]
+    if number is None:
+        return True, f"{name} is not installed: pip install '{name}>={least}'"
+    first, last = _release(least), _release(tried.split()[-1])
+    if _release(number) < first:
+        return True, f"{name} {number} is too old, FFT needs {least} or newer"
+    if _release(number) > last or re.search(r"\d(a|b|rc)\d|dev|\+.*(nv|git)", number):
+        return False, f"{name} {number} was not tried with this FFT; {tried} were"
+    return None
+
+
+def check() -> None:
+    """Raise ImportError if FFT cannot work with what is installed; warn of what was not tried."""
+    for name in _TRIED:
+        found_trouble = trouble(name, found(name))
+        if found_trouble is not None:
+            if found_trouble[0]:
+                raise ImportError(f"fft: {found_trouble[1]} (`fft doctor` shows all versions)")
+            warnings.warn(f"fft: {found_trouble[1]} (`fft doctor`)", stacklevel=2)
+
+
+def doctor() -> tuple[list[str], bool]:
+    """Return what is known about the versions here and what this machine lacks, as lines.
+
+    The second value is whether FFT can work here.
+    """
+    lines, works = [f"FFT      {__version__}"], True
+    for name in _TRIED:
+        number = found(name)
+        why = trouble(name, number)
+        works = works and not (why and why[0])
+        lines.append(f"{name:8} {number or 'none':12} {'tried' if why is None else why[1]}")
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        lines.append("lacks    Linux with pidfd_open (5.3), which FFT needs")
+        works = False
+    if not os.path.isdir("/proc/self/fd"):
+        lines.append("lacks    /proc: gloo groups cannot be aborted; a rollback waits for timeouts")
+    if not os.path.exists("/proc/driver/nvidia/version"):
+        lines.append("lacks    an NVIDIA GPU: process groups use gloo")
+    for extra, packages in _missing_extras().items():
+        lines.append(f"lacks    {', '.join(packages)}: pip install 'fft-torch[{extra}]'")
+    return lines, works
+
+
+def _missing_extras() -> dict[str, list[str]]:
+    """Return the packages that are missing for each extra for users."""
+    lacking: dict[str, list[str]] = {}
+    for requirement in requires("fft-torch") or ():
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
+        if match and match[1] != "fft-torch" and match[2] not in ("dev", "test", "docs", "bench"):
+            try:
+                version(match[1])
+            except PackageNotFoundError:
+                lacking.setdefault(match[2], []).append(match[1])
+    return lacking
+
+
+def _release(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", number)[:2])

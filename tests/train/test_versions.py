@@ -1,0 +1,179 @@
+"""Versions of Python, torch and torchft, and the private names of them that FFT uses."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchft.manager
+import torchft.process_group
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from typer.testing import CliRunner
+
+import fft
+from fft.cli import app
+from fft.util import versions
+
+ROOT = Path(fft.__file__).parent
+NAMES: dict[Any, str] = {
+    FSDPModule: "_get_fsdp_state",
+    _fsdp_state.FSDPState: (
+        "_comm_ctx _device_handle _is_root _lazy_init _modules _modules_to_run_forward _state_ctx "
+        "_training_state"
+    ),
+    _fsdp_param_group.FSDPParamGroup: (
+        "_all_gather_result _all_reduce_state _partial_reduce_output _post_forward_indices "
+        "_post_reduce_event _reshard_after_forward_event _to_sharded _training_state"
+    ),
+    _fsdp_param.FSDPParam: "_unsharded_param",
+    DeviceMesh: "_dim_group_names _pg_registry _thread_id",
+    distributed.ProcessGroupGloo: ("_Options _set_default_timeout _set_sequence_number_for_group"),
+    distributed.ProcessGroup: (
+        "_get_backend _register_backend _set_default_backend _set_group_name"
+    ),
+    torch: "_foreach_copy_ _foreach_norm",
+    torch.nn.Module: "_non_persistent_buffers_set",
+    torch._C: "_current_graph_task_id _storage_Use_Count",
+    torch.UntypedStorage: "_cdata",
+    torch.Tensor: "_indices _nnz _version",
+    torch.autograd.Variable: "_execution_engine",
+    torch.amp.GradScaler: "_found_inf_per_device _per_optimizer_states",
+    torch.optim.lr_scheduler.SequentialLR: "_milestones",
+    torch.distributed.tensor.DTensor: "_local_tensor",
+    NestedTensor: "_ragged_idx",
+    torch.nn.parallel.DistributedDataParallel: "_comm_hooks",
+    distributed.Reducer: "_remove_autograd_hooks",
+    PipelineScheduleSingle: "_has_backward _initialize_stage _stage _stage_forward_initialized",
+    PipelineScheduleMulti: "_initialize_stages _stages _stages_forward_initialized",
+    _MultiProcessingDataLoaderIter: "_shutdown_workers _worker_pids_set",
+    torchft.process_group.ProcessGroupWrapper: "_opts_hook _pg _run_context _timeout _wrap_work",
+    torchft.process_group.ProcessGroupGloo: (
+        "_create_pg _global_ranks _group_rank _group_world_size _quorum_id _rank _replica_id"
+    ),
+    torchft.manager._ManagedWork: "_managed_fut_tail",
+    torchft.manager._ManagedFuture: "_fut",
+}
+"""Private attributes that FFT uses, by their owner. Imports are found in the code."""
+_ELSEWHERE = {
+    *("_active", "_asdict", "_current_frames", "_DummyThread", "_exit", "_getframe"),  # Python's
+    *("_fsdp_param_group", "_fsdp_param_groups", "_C", "_replace", "_on_queue_feeder_error"),
+    *("_comm_hook", "_create_internal", "_managed_work", "_shared_state"),
+}
+"""Names of Python and Accelerate, of either of two releases, of modules, and of objects in C++."""
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether an object of this kind has the attribute, as far as its class shows it."""
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    functions = (f for kind in owner.__mro__ for f in vars(kind).values() if inspect.isfunction(f))
+    return any(name in inspect.unwrap(f).__code__.co_names for f in functions)
+
+
+def trees() -> Iterator[ast.Module]:
+    for path in ROOT.joinpath("train").rglob("*.py"):
+        yield ast.parse(path.read_text())
+
+
+def test_torch_and_torchft_have_every_private_name_that_fft_uses() -> None:
+    lost = [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, names in NAMES.items()
+        for name in names.split()
+        if not has(owner, name)
+    ]
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and re.search(r"^torch(ft)?\b", node.module or ""):
+            module = importlib.import_module(node.module or "")
+            if any(part.startswith("_") for part in (node.module or "").split(".")):
+                lost += [
+                    f"{node.module}.{n.name}" for n in node.names if not hasattr(module, n.name)
+                ]
+            private = [n.name for n in node.names if n.name.startswith("_")]
+            lost += [f"{node.module}.{name}" for name in private if not hasattr(module, name)]
+    assert not lost, f"torch {torch.__version__} lacks {', '.join(lost)}"
+
+
+def test_table_of_private_names_is_complete() -> None:
+    """Every private attribute that FFT reads, of an object that is not FFT's, is in the table."""
+    own = set()
+    used = set()
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if on_self and isinstance(node.ctx, ast.Store):
+                    own.add(node.attr)
+                else:
+                    used.add(node.attr)
+    table = {name for names in NAMES.values() for name in names.split()}
+    assert sorted(used - own - table - _ELSEWHERE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "fails", "text"),
+    [
+        ("torch", "2.10.0", True, "torch 2.10.0 is too old, FFT needs 2.11 or newer"),
+        ("torch", None, True, "torch is not installed"),
+        ("torch", "2.16.0", False, "torch 2.16.0 was not tried with this FFT; 2.11 to 2.15 were"),
+        ("torch", "2.12.0a0+1f2e3d4c5b.nv26.04", False, "was not tried"),
+        ("torch", "2.15.0.dev20261001", False, "was not tried"),
+        ("torchft", "2026.10.26", False, "torchft 2026.10.26 was not tried"),
+        ("Python", "3.10.13", True, "Python 3.10.13 is too old"),
+        ("torch", "2.13.0+cpu", None, None),
+        ("torch", "2.11.0", None, None),
+        ("torch", "2.15.1+cu130", None, None),
+    ],
+)
+def test_version_is_judged_by_the_tested_ones(
+    name: str, number: str | None, fails: bool | None, text: str | None
+) -> None:
+    found = versions.trouble(name, number)
+    assert (found and found[0]) == fails
+    assert text is None or text in found[1]
+
+
+def test_import_warns_of_untested_versions_and_refuses_too_old_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {"Python": "3.11.7", "torch": "2.16.0", "torchft": "0.2.0"}
+    monkeypatch.setattr(versions, "found", there.get)
+    with pytest.warns(UserWarning, match=r"torch 2\.16\.0 was not tried"):
+        versions.check()
+    there["torchft"] = "0.1.1"
+    with (
+        pytest.warns(UserWarning, match="was not tried"),
+        pytest.raises(ImportError, match=r"torchft 0\.1\.1 is too old, FFT needs 0\.2"),
+    ):
+        versions.check()
+
+
+def test_doctor_shows_versions_and_missing_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for text in (f"FFT      {fft.__version__}", f"torch    {versions.found('torch')}", "lacks"):
+        assert text in result.output
+    monkeypatch.setattr(versions, "found", {"Python": "3.11.7", "torch": "2.9.0"}.get)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "torch 2.9.0 is too old" in result.output
+    assert "torchft is not installed" in result.output

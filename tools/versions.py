@@ -1,0 +1,208 @@
+"""Run FFT with each supported release of torch, Python and torchft, and write docs/versions.md.
+
+python -m tools.versions                          # all cells, one environment after the other
+python -m tools.versions --torch 2.15.0           # the cells with that torch
+python -m tools.versions --part demo --keep DIR   # one part; environments stay in DIR
+python -m tools.versions --page                   # only write the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+RESULTS = ROOT / "docs" / "versions" / "results.jsonl"
+NIGHTLY = "nightly 2026.10.26"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The releases of one environment."""
+
+    torch: str
+    python: str
+    torchft: str = "0.2.0"
+
+    @property
+    def folder(self) -> str:
+        return "-".join([self.torch, self.python, *self.torchft.split()])
+
+
+CELLS = (
+    Cell("2.11.0", "3.11"),
+    Cell("2.12.1", "3.11"),
+    Cell("2.13.0", "3.11"),
+    Cell("2.14.1", "3.11"),
+    Cell("2.15.0", "3.11"),
+    Cell("2.11.0", "3.12"),
+    Cell("2.14.1", "3.13"),
+    Cell("2.15.0", "3.14"),
+    Cell("2.15.0", "3.11", NIGHTLY),
+)
+PARTS = {
+    "import": "{python} -c 'import fft; fft.ManagerFFT'",
+    "demo": "make demo VENV={env} TRACES={traces}",
+    "compat": "make compat VENV={env}",
+    "train a-l": "{python} {pytest} tests/train/test_[a-l]*.py",
+    "train m-z": "{python} {pytest} tests/train/test_[m-z]*.py",
+    "engine": "{python} {pytest} tests/engine",
+    "bus": "{python} {pytest} tests/bus",
+}
+_PYTEST = "-m pytest -q -m 'not long' -n 2 --dist loadfile"
+_LIMIT_S = 1800
+
+
+def build(cell: Cell, env: Path) -> str | None:
+    """Create the environment of a cell; return why that is not possible here, or None."""
+    interpreter = f"python{cell.python}"
+    if subprocess.run([interpreter, "-c", ""], capture_output=True).returncode:
+        return f"this machine has no {interpreter}"
+    subprocess.run([interpreter, "-m", "venv", env], check=True)
+    torchft = "torchft==0.2.0" if cell.torchft == NIGHTLY else f"torchft=={cell.torchft}"
+    wanted = [f"torch=={cell.torch}", torchft, "-e", f"{ROOT}[test]"]
+    pip = [env / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    steps = [[*pip, "--no-compile", *wanted]]
+    if cell.torchft == NIGHTLY:
+        steps.append([env / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "torchft"])
+        steps.append([*pip, "--no-deps", f"torchft-nightly=={NIGHTLY.split()[1]}"])
+    for step in steps:
+        done = subprocess.run(step, capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr.strip().splitlines()[-1]
+    (env / ".installed").touch()  # make takes the environment as it is
+    return None
+
+
+def run(cell: Cell, part: str, env: Path) -> dict[str, object]:
+    """Run a part in the environment of a cell, and return its result."""
+    with tempfile.TemporaryDirectory() as traces:
+        command = PARTS[part].format(
+            python=env / "bin/python", pytest=_PYTEST, env=env, traces=traces
+        )
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, shell=True, cwd=ROOT, text=True, capture_output=True, timeout=_LIMIT_S
+            )
+            code, text = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            code, text = 124, f"not finished after {_LIMIT_S} s"
+    sys.stdout.write(f"{cell} {part}: exit code {code}\n{text[-4000:] if code else ''}")
+    counts = re.findall(r"\d+ (?:passed|failed|errors?|xfailed|skipped)", text)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    return {"code": code, "seconds": round(time.monotonic() - began), "failed": failed} | {
+        "result": (", ".join(dict.fromkeys(counts[-4:])) or "passed")
+        if not code
+        else ", ".join(dict.fromkeys(counts[-4:])) or f"exit code {code}"
+    }
+
+
+def record(cell: Cell, part: str, result: dict[str, object]) -> None:
+    """Append a result, with the commit and the day."""
+    commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    where = subprocess.run(commit, capture_output=True, text=True).stdout.strip()
+    line = {**asdict(cell), "part": part, "commit": where, "when": time.strftime("%Y-%m-%d")}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line | result) + "\n")
+
+
+def page() -> str:
+    """Return docs/versions.md."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    latest: dict[tuple[str, ...], dict[str, object]] = {}
+    for result in map(json.loads, lines):
+        key = ("torch", "python", "torchft", "part")
+        latest[tuple(result[name] for name in key)] = result
+    head = "| torch | Python | torchft | " + " | ".join(PARTS) + " |"
+    rows = [head, "|---" * (3 + len(PARTS)) + "|"]
+    notes = []
+    for cell in CELLS:
+        cells = [cell.torch, cell.python, cell.torchft]
+        for part in PARTS:
+            key = (cell.torch, cell.python, cell.torchft)
+            found = latest.get((*key, part)) or latest.get((*key, "environment"))
+            cells.append("not run" if found is None else str(found["result"]))
+            if found is not None:
+                about = f"{found['when']}, commit {found['commit']}, {found['seconds']} s"
+                names = "".join(f"; failed: `{name}`" for name in found["failed"])  # type: ignore[attr-defined]
+                notes.append(f"- {' / '.join(key)}, {part}: {about}{names}")
+        rows.append("| " + " | ".join(cells) + " |")
+    parts = [
+        f"- *{name}*: `{command.replace('{pytest}', _PYTEST)}`" for name, command in PARTS.items()
+    ]
+    return "\n".join(
+        [
+            "# Versions",
+            "",
+            "Written by `python -m tools.versions`, which `.ci/scheduled` runs. It builds an "
+            "environment for each row, one after the other, on a machine without a GPU. "
+            "[Upgrading](guides/upgrade.md) describes releases that are not listed.",
+            "",
+            *rows,
+            "",
+            "The parts:",
+            "",
+            *parts,
+            "",
+            "Each result:",
+            "",
+            *notes,
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--torch")
+    parser.add_argument("--python")
+    parser.add_argument("--torchft", help="such as 0.2.0, or nightly")
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--keep", type=Path, help="folder in which the environments stay")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    args = parser.parse_args()
+    failed = 0
+    for cell in () if args.page else CELLS:
+        asked = (args.torch, cell.torch), (args.python, cell.python)
+        if any(value not in (None, own) for value, own in asked):
+            continue
+        if args.torchft is not None and not cell.torchft.startswith(args.torchft):
+            continue
+        with contextlib.ExitStack() as stack:
+            home = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            env = home.resolve() / cell.folder
+            if not (env / ".installed").exists():
+                shutil.rmtree(env, ignore_errors=True)
+                if (reason := build(cell, env)) is not None:
+                    result = {
+                        "code": None,
+                        "seconds": 0,
+                        "failed": [],
+                        "result": f"not run: {reason}",
+                    }
+                    record(cell, "environment", result)
+                    continue
+            for part in args.part or PARTS:
+                result = run(cell, part, env)
+                record(cell, part, result)
+                failed += result["code"] != 0
+    PAGE.write_text(page())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
