@@ -58,13 +58,6 @@ from fft.messages.protocol import (
 )
 from fft.protocol import apart
 from fft.protocol.apart import own_lease, standing
-from fft.protocol.equality import (
-    differing,
-    digests_text,
-    ranks_to_heal,
-    unequal_data,
-    wrong_gradients,
-)
 from fft.protocol.flow import ended_before, held_for, is_last, may_leave, needed_of, seen, step_due
 from fft.protocol.forming import base_of, next_epoch
 from fft.protocol.leases import lease_of
@@ -92,6 +85,7 @@ from fft.protocol.state import (
     waited_for,
     whole_groups,
 )
+from fft.protocol.tally import Abort, Commit, Live, Tally, verdict_on
 
 Action = Callable[[Local, Config, Event], Iterable[Effect]]
 EFFECTS: dict[str, Action] = {}
@@ -565,17 +559,15 @@ def _cause_now(s: Local) -> Cause:
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
-    """Return a COMMIT of the current txn, as a step or a skip, with its leavers."""
-    skip = any(v.skip for v in votes)
+    """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
+    commit = Tally.of(votes).commit()
+    skip = commit.skip
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
-    leavers = {
-        v.peer.group for v in votes if v.leaving or (v.last and (not skip or v.manifest.block))
-    }
     asked = {p.group for p in s.leaving if p in set(member_peers(s))}
-    leavers |= {group for group in asked if may_leave(s, group)}
+    leavers = commit.leaving | {group for group in asked if may_leave(s, group)}
     if c.bound:
-        return _end_of_synchronisation(s, c, votes, after, skip, leavers & present)
+        return _end_of_synchronisation(s, c, commit, after, set(leavers & present))
     return _successor(
         s,
         c,
@@ -591,12 +583,13 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         change=bool(leavers or joiners(s, c)),
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
-        seen=next((vote.seen for vote in votes), ()),  # any vote's positions allow the txn
+        seen=commit.seen,
+        live=commit.part if isinstance(commit, Live) else "",
     )
 
 
 def _end_of_synchronisation(
-    s: Local, c: Config, votes: Sequence[Vote], after: Base, skip: bool, leavers: set[str]
+    s: Local, c: Config, commit: Commit, after: Base, leavers: set[str]
 ) -> Record:
     """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
 
@@ -604,8 +597,7 @@ def _end_of_synchronisation(
     follows, this counts for all groups of the job.
     """
     assert s.head is not None and s.epoch is not None
-    ends = not skip and all(v.last for v in votes)
-    others = not ends and apart.absent_living(s)
+    others = (commit.skip or not commit.is_last) and apart.absent_living(s)
     if others and leavers >= {g.group for g in members(s)}:
         leavers = set()
     gone = tuple(sorted(leavers))
@@ -619,9 +611,9 @@ def _end_of_synchronisation(
         batches=after.batches,
         leases=after.leases,
         returned=after.returned,
-        fetched=fetched_after(s, skip),
+        fetched=fetched_after(s, commit.skip),
         standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
-        skip=skip,
+        skip=commit.skip,
         change=True,
         leavers=gone,
         last=leavers >= {g.group for g in members(s)},
@@ -636,29 +628,16 @@ def propose_abort(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def note_differing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the replicas whose states differ as the cause."""
+def propose_refusal(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Propose the ABORT that the tally of the votes leads to."""
     assert isinstance(event, Ballot)
-    text = f"replicas differ after step {s.step}: {digests_text(differing(event.votes))}"[:1900]
-    s.cause = Cause(CauseCode.REPLICAS_DIFFER, text)
-    return ()
-
-
-@action
-def propose_odd(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose an ABORT that names the divergent ranks, whose state then counts as lost."""
-    assert isinstance(event, Ballot)
-    odd = ranks_to_heal(s, c, event.votes)
-    assert odd is not None, "the row is guarded by odd_ones_known"
-    s.proposed = True
-    yield Decide(s.head, replace(abort_record(s, c), odd=odd, accused=odd))
-
-
-@action
-def propose_end(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose an ABORT that ends the job, because replicas differ without a majority."""
-    s.proposed = True
-    yield Decide(s.head, replace(abort_record(s, c), diverged=True))
+    verdict = verdict_on(s, c, event.votes)
+    assert isinstance(verdict, Abort), "the row is guarded by tally_aborts"
+    s.cause, s.proposed = verdict.cause, True
+    s.skip |= verdict.skip
+    record = abort_record(s, c)
+    odd, accused = verdict.ranks, verdict.accused
+    yield Decide(s.head, replace(record, odd=odd, accused=accused, diverged=verdict.ends_job))
 
 
 @action
@@ -667,15 +646,6 @@ def propose_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Ballot)
     s.proposed = True
     yield Decide(s.head, commit_record(s, c, event.votes))
-
-
-@action
-def propose_live(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Propose COMMIT for the entry or the end of a live block, which consumes no data."""
-    assert isinstance(event, Ballot)
-    s.proposed = True
-    part = max(vote.manifest.part for vote in event.votes)  # all have the same
-    yield Decide(s.head, replace(commit_record(s, c, event.votes), live=part))
 
 
 def _start(s: Local, c: Config, at: Local | Record) -> Effect:
@@ -740,14 +710,6 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remove the digest of a rank that fetched its state; tables of older traces name it."""
-    assert s.vote is not None, "it is noted"
-    s.vote = replace(s.vote, digest=None)
-    return ()
-
-
-@action
 def cast_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Cast the vote; it may be cast again, because the ballot counts it once."""
     assert s.vote is not None, "PREPARED is entered by voting"
@@ -782,62 +744,6 @@ def note_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         f"{c.min_reductions}: a step that reduced nothing must not be committed"
     )
     s.cause = Cause.of_own(c.me, CauseCode.TOO_FEW_REDUCTIONS, text)
-    return ()
-
-
-@action
-def note_misfit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the manifests that do not match as the cause."""
-    assert isinstance(event, Ballot)
-    counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in event.votes)
-    text = f"the votes' manifests do not fit together ({counts})"[:1900]
-    s.cause = Cause(CauseCode.MANIFESTS_DIFFER, text)
-    return ()
-
-
-@action
-def note_blocks(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the live block, or the step, that each rank is in as the cause."""
-    assert isinstance(event, Ballot)
-    places = ", ".join(f"{v.peer}: {v.manifest.place}" for v in event.votes)
-    text = f"the ranks are not in the same live block ({places})"[:1900]
-    s.cause = Cause(CauseCode.BLOCKS_DIFFER, text)
-    return ()
-
-
-@action
-def note_beside_step(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Remember that some of the ranks are in a step, which they repeat."""
-    s.cause = replace(s.cause, code=CauseCode.BLOCK_BESIDE_STEP)
-    return ()
-
-
-@action
-def note_unequal_data(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the ranks that have drawn different data as the cause."""
-    assert isinstance(event, Ballot)
-    text = f"the ranks have drawn different data ({unequal_data(event.votes)})"[:1900]
-    s.cause = Cause(CauseCode.DATA_DIFFERS, text)
-    return ()
-
-
-@action
-def note_unequal_gradients(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the reduced gradients that differ as the cause, and accuse the ranks that are wrong."""
-    assert isinstance(event, Ballot)
-    text, accused = wrong_gradients(event.votes)
-    s.cause = Cause(CauseCode.GRADIENTS_DIFFER, text, accused)
-    return ()
-
-
-@action
-def note_skippers(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Name the ranks that skip a step whose manifests do not match as the cause."""
-    assert isinstance(event, Ballot)
-    skipping = ", ".join(str(v.peer) for v in event.votes if v.skip)
-    s.skip = True
-    text = f"the user skipped this step on {skipping}; {s.cause.text}"[:1900]
-    s.cause = Cause(CauseCode.SKIPPED, text)
     return ()
 
 

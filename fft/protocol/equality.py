@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from fft.messages.protocol import Peer, Vote
-from fft.protocol.state import Config, Local, unproven
 
 _NAMED = 32
 """Maximum number of ranks that a text names."""
@@ -103,21 +102,6 @@ def divergent_joiners(
             return ()
         odd += [peer for peer, taken in held.items() if taken not in right]
     return tuple(sorted(odd))
-
-
-def ranks_to_heal(s: Local, c: Config, votes: Iterable[Vote]) -> tuple[Peer, ...] | None:
-    """Return the ranks whose state counts as lost because the states in the votes differ.
-
-    These are the joiners that have committed no step yet, if they alone differ. Otherwise they are
-    the divergent ranks, if the policy is to heal them.
-
-    Returns:
-        None if the job must end.
-    """
-    votes = tuple(votes)
-    if found := divergent_joiners(votes, unproven(s)):
-        return found
-    return divergent_ranks(votes) if c.on_divergence == "heal" else None
 
 
 def minority(votes: Iterable[Vote], digest: Digest = state_digest) -> tuple[Peer, ...]:

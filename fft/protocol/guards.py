@@ -16,7 +16,6 @@ from fft.messages.protocol import (
     Here,
     Join,
     Leave,
-    Manifest,
     Peer,
     Prepared,
     Record,
@@ -27,7 +26,6 @@ from fft.messages.protocol import (
 from fft.protocol import apart, forming
 from fft.protocol.active import chosen
 from fft.protocol.apart import in_job
-from fft.protocol.equality import differing, gradient_digest, ranks_to_heal, unequal_data
 from fft.protocol.flow import ended_before, held_for
 from fft.protocol.forming import behind, next_epoch
 from fft.protocol.state import (
@@ -41,7 +39,6 @@ from fft.protocol.state import (
     in_barrier,
     is_member,
     is_older_self,
-    learners,
     leavers,
     member_peers,
     members,
@@ -51,6 +48,7 @@ from fft.protocol.state import (
     waited_for,
     whole_groups,
 )
+from fft.protocol.tally import Abort, Commit, verdict_on
 
 Guard = Callable[[Local, Config, Event], bool]
 GUARDS: dict[str, Guard] = {}
@@ -96,80 +94,15 @@ def is_healed(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def learned_meanwhile(s: Local, c: Config, event: Event) -> bool:
-    """This group fetched its state in this txn; tables of older traces name it."""
-    return c.me.group in learners(s)
+def tally_commits(s: Local, c: Config, event: Event) -> bool:
+    """All members voted YES, and the votes match."""
+    return isinstance(event, Ballot) and isinstance(verdict_on(s, c, event.votes), Commit)
 
 
 @guard
-def all_voted(s: Local, c: Config, event: Event) -> bool:
-    """The ballot holds a YES of every member of the epoch."""
-    return isinstance(event, Ballot) and {v.peer for v in event.votes} == set(member_peers(s))
-
-
-@guard
-def manifests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number did the same reductions in every group, and all drew matching data.
-
-    Ranks of one group may reduce different tensors because they hold different parameters, such as
-    the stages of a pipeline. All ranks that draw from one shard of the data must have drawn the
-    same.
-    """
-    if not isinstance(event, Ballot):
-        return False
-    by_rank: dict[int, set[Manifest]] = {}
-    for vote in event.votes:
-        by_rank.setdefault(vote.peer.rank, set()).add(vote.manifest.reduced)
-    is_alike = bool(by_rank) and all(len(ms) == 1 for ms in by_rank.values())
-    return is_alike and not unequal_data(event.votes)
-
-
-@guard
-def blocks_differ(s: Local, c: Config, event: Event) -> bool:
-    """Some ranks are in a live block, and others in another one or in a step."""
-    return isinstance(event, Ballot) and len({v.manifest.block for v in event.votes}) > 1
-
-
-@guard
-def beside_a_step(s: Local, c: Config, event: Event) -> bool:
-    """At least one vote is for a step."""
-    return isinstance(event, Ballot) and not all(v.manifest.block for v in event.votes)
-
-
-@guard
-def in_live_block(s: Local, c: Config, event: Event) -> bool:
-    """The votes are those of a live block."""
-    return isinstance(event, Ballot) and any(v.manifest.block for v in event.votes)
-
-
-@guard
-def gradients_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number have equal reduced gradients, as far as their votes contain a digest."""
-    return isinstance(event, Ballot) and not differing(event.votes, gradient_digest)
-
-
-@guard
-def data_differ(s: Local, c: Config, event: Event) -> bool:
-    """Ranks that draw from one shard of the data have drawn different data."""
-    return isinstance(event, Ballot) and bool(unequal_data(event.votes))
-
-
-@guard
-def somebody_skips(s: Local, c: Config, event: Event) -> bool:
-    """At least one vote asks to skip the step."""
-    return isinstance(event, Ballot) and any(vote.skip for vote in event.votes)
-
-
-@guard
-def digests_fit(s: Local, c: Config, event: Event) -> bool:
-    """Ranks of one number have equal state digests, as far as their votes contain one."""
-    return isinstance(event, Ballot) and not differing(event.votes)
-
-
-@guard
-def odd_ones_known(s: Local, c: Config, event: Event) -> bool:
-    """The votes show which ranks diverge: joiners, or a minority if the policy is to heal it."""
-    return isinstance(event, Ballot) and ranks_to_heal(s, c, event.votes) is not None
+def tally_aborts(s: Local, c: Config, event: Event) -> bool:
+    """All members voted YES, and the votes do not match."""
+    return isinstance(event, Ballot) and isinstance(verdict_on(s, c, event.votes), Abort)
 
 
 @guard
@@ -442,9 +375,6 @@ def too_few_remain(s: Local, c: Config, event: Event) -> bool:
     joins = s.joining - s.leaving - s.dead
     left = [(g.group, g.place) for g in members(s) if g.group in remaining]
     return len(chosen(left, c.rules)) < c.min_groups and remaining <= asked and not joins
-
-
-GUARDS["all_others_left"] = too_few_remain  # the name in the tables of older traces
 
 
 @guard

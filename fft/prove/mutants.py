@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import Apply, CastVote, Decide, Effect
 from fft.messages.protocol import (
     Ballot,
@@ -36,6 +37,7 @@ from fft.prove.planting import (
     Change,
     Raw,
     begins,
+    blind,
     instead,
     on,
     planted,
@@ -44,6 +46,7 @@ from fft.prove.planting import (
     state_of,
     way_to,
     without,
+    without_fields,
 )
 
 
@@ -122,16 +125,6 @@ def _restored_while_applying(raw: Raw) -> None:
     on(raw, "applying", "restore")[:] = on(raw, "waiting", "restore")
 
 
-def _counts_fit(s: Local, c: Config, event: Event) -> bool:
-    return isinstance(event, Ballot) and len({v.manifest.count for v in event.votes}) == 1
-
-
-def _reductions_fit(s: Local, c: Config, event: Event) -> bool:
-    assert isinstance(event, Ballot)
-    bare = (replace(v, manifest=replace(v.manifest, data=None)) for v in event.votes)
-    return GUARDS["manifests_fit"](s, c, replace(event, votes=tuple(bare)))
-
-
 # --- skips ----------------------------------------------------------------------------------------
 
 
@@ -167,13 +160,6 @@ def _settled_by_a_step(s: Local, c: Config, event: Event) -> bool:
     return settled and event.record is not None and event.record.lineage == committed(s, c).lineage
 
 
-# --- live blocks ----------------------------------------------------------------------------------
-
-
-def _live_as_skip(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    return EFFECTS["propose_commit"](s, c, event)
-
-
 # --- rules for active groups ----------------------------------------------------------------------
 
 
@@ -191,22 +177,27 @@ def _all_contribute(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 # --- states that differ ---------------------------------------------------------------------------
 
 
-def _minority_known(s: Local, c: Config, event: Event) -> bool:
-    assert isinstance(event, Ballot)
-    return c.on_divergence == "heal" and divergent_ranks(event.votes) is not None
+def _minority_known(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    for effect in EFFECTS["propose_refusal"](s, c, event):
+        assert isinstance(effect, Decide) and isinstance(event, Ballot)
+        record = effect.proposal
+        if record.code == CauseCode.REPLICAS_DIFFER:
+            odd = divergent_ranks(event.votes) if c.on_divergence == "heal" else None
+            record = replace(record, odd=odd or (), accused=odd or (), diverged=odd is None)
+        yield replace(effect, proposal=record)
 
 
-def _joiner_known_in_first_txn(s: Local, c: Config, event: Event) -> bool:
+def _joiner_known_in_first_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert s.epoch is not None
-    if s.token.txn == 1 and s.epoch.late:
-        return GUARDS["odd_ones_known"](s, c, event)
-    return _minority_known(s, c, event)
+    known = s.token.txn == 1 and s.epoch.late
+    return (EFFECTS["propose_refusal"] if known else _minority_known)(s, c, event)
 
 
 def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    for effect in EFFECTS["propose_odd"](s, c, event):
+    for effect in EFFECTS["propose_refusal"](s, c, event):
         assert isinstance(effect, Decide)
-        most = tuple(p for p in member_peers(s) if p not in effect.proposal.odd)
+        odd = effect.proposal.odd
+        most = tuple(p for p in member_peers(s) if p not in odd) if odd else ()
         yield replace(effect, proposal=replace(effect.proposal, odd=most))
 
 
@@ -388,7 +379,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A majority of YES votes commits.",
         "validity",
         small(groups=3),
-        participant=planted({"all_voted": _majority}, {"cast_vote": _cast_for_majority}),
+        participant=planted({"tally_commits": _majority}, {"cast_vote": _cast_for_majority}),
     ),
     Mutant(
         "apply_before_decision",
@@ -417,21 +408,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "Votes commit though ranks of one number took part in different numbers of reductions.",
         "validity",
         small(misfit=1),
-        participant=planted({"manifests_fit": _always}),
+        participant=without_fields("count", "bytes", "shapes", "data", "shard"),
     ),
     Mutant(
         "shapes_not_compared",
         "Votes commit though ranks of one number reduced other tensors, as many.",
         "validity",
         small(misfit=1),
-        participant=planted({"manifests_fit": _counts_fit}),
+        participant=without_fields("bytes", "shapes", "data", "shard"),
     ),
     Mutant(
         "data_not_compared",
         "Votes commit though their ranks have drawn different data.",
         "validity",
         small(misfit=1),
-        participant=planted({"manifests_fit": _reductions_fit}),
+        participant=without_fields("data"),
     ),
     Mutant(
         "votes_counted_per_step",
@@ -510,14 +501,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "The end of a live block is recorded as a skipped step, which consumes data.",
         "samples_once",
         small(block=2),
-        participant=planted(actions={"propose_live": _live_as_skip}),
+        participant=planted(actions=proposing("propose_commit", lambda s, r: replace(r, live=""))),
     ),
     Mutant(
         "block_beside_a_step",
         "The proposer of a COMMIT ignores that one rank is in a live block and another in a step.",
         "validity",
         small(block=1),
-        participant=planted({"blocks_differ": _never, "manifests_fit": _always}),
+        participant=without_fields("count", "bytes", "shapes", "data", "block"),
     ),
     Mutant(
         "block_not_recognised",
@@ -547,14 +538,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "Votes commit though they tell that states of replicas differ.",
         "divergence",
         small(corrupt=1, digests=True),
-        participant=planted({"digests_fit": _always}),
+        participant=blind(lambda vote: replace(vote, digest=None)),
     ),
     Mutant(
         "gradients_not_compared",
         "Votes commit though the digests show that reduced gradients of replicas differ.",
         "divergence",
         small(flip=1, digests=True),
-        participant=planted({"gradients_fit": _always}),
+        participant=without_fields("fingerprint"),
     ),
     Mutant(
         "fingerprint_not_voted",
@@ -575,28 +566,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "Those whose states agree fetch the state of the one that differs.",
         "divergence",
         small(groups=3, corrupt=1, digests=True, heals=True),
-        participant=planted(actions={"propose_odd": _give_up_most}),
+        participant=planted(actions={"propose_refusal": _give_up_most}),
     ),
     Mutant(
         "joiner_ends_the_job",
         "A joiner whose state is not that of all others ends the job, as an old member would.",
         "divergence",
         small(torn=1, corrupt=1, commits=2, digests=True),
-        participant=planted({"odd_ones_known": _minority_known}),
+        participant=planted(actions={"propose_refusal": _minority_known}),
     ),
     Mutant(
         "joiner_unlike_after_a_rollback_ends_the_job",
         "A joiner counts as an old member once the first txn of its epoch is over.",
         "divergence",
         small(torn=1, corrupt=1, fault=1, commits=2, digests=True),
-        participant=planted({"odd_ones_known": _joiner_known_in_first_txn}),
+        participant=planted(actions={"propose_refusal": _joiner_known_in_first_txn}),
     ),
     Mutant(
         "joiner_keeps_its_state",
         "The others fetch from a joiner whose state differs from theirs.",
         "divergence",
         small(torn=1, corrupt=1, commits=2, digests=True),
-        participant=planted(actions={"propose_odd": _give_up_most}),
+        participant=planted(actions={"propose_refusal": _give_up_most}),
     ),
     # in doubt
     Mutant(
@@ -800,7 +791,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A commit waits for the votes of those only who had the state when the epoch began.",
         "validity",
         small(crash=1, restart=1, commits=2),
-        participant=planted({"all_voted": _able_voted}, {"cast_vote": _cast_for_the_able}),
+        participant=planted({"tally_commits": _able_voted}, {"cast_vote": _cast_for_the_able}),
     ),
     # state and data
     Mutant(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fft.messages.effects import Decide, Effect, StartTxn
-from fft.messages.protocol import Event, Record
+from fft.messages.protocol import Ballot, Event, Manifest, Record, Vote
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant
@@ -65,6 +65,30 @@ def planted(
         actions = new_actions
 
     return Planted
+
+
+def blind(other: Callable[[Vote], Vote]) -> type[Participant]:
+    """Return the core that takes the verdict from other votes; a COMMIT counts the real ones."""
+
+    def tallied(event: Event) -> Event:
+        if not isinstance(event, Ballot):
+            return event
+        return replace(event, votes=tuple(map(other, event.votes)))
+
+    def ask(name: str) -> Guard:
+        return lambda s, c, event: GUARDS[name](s, c, tallied(event))
+
+    def refuse(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+        return EFFECTS["propose_refusal"](s, c, tallied(event))
+
+    guards = {name: ask(name) for name in ("tally_commits", "tally_aborts")}
+    return planted(guards, {"propose_refusal": refuse})
+
+
+def without_fields(*names: str) -> type[Participant]:
+    """Return the core in which the tally does not see these fields of the manifests."""
+    fields: dict[str, Any] = {name: getattr(Manifest(), name) for name in names}
+    return blind(lambda vote: replace(vote, manifest=replace(vote.manifest, **fields)))
 
 
 def state_of(raw: Raw, role: Role) -> Raw:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from fft.messages.causes import CauseCode
 from fft.messages.effects import Broadcast, Decide, Effect, StartTxn
 from fft.messages.protocol import Ballot, Event, Join, Lease, Record
 from fft.protocol import apart
@@ -133,11 +134,13 @@ def _leases_swapped(s: Local, record: Record) -> Record:
 
 
 def _accuse_repeating(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    assert isinstance(event, Ballot)
-    yield from EFFECTS["note_unequal_gradients"](s, c, event)
-    if s.cause.accused:
-        accused = tuple(v.peer for v in event.votes if v.manifest.repeats)
-        s.cause = replace(s.cause, accused=accused)
+    for effect in EFFECTS["propose_refusal"](s, c, event):
+        assert isinstance(effect, Decide) and isinstance(event, Ballot)
+        record = effect.proposal
+        if record.code == CauseCode.GRADIENTS_DIFFER and record.accused:
+            accused = tuple(v.peer for v in event.votes if v.manifest.repeats)
+            record = replace(record, accused=accused)
+        yield replace(effect, proposal=record)
 
 
 def _others_left_by_commit(s: Local, c: Config, event: Event) -> bool:
@@ -248,7 +251,7 @@ SIMULATED: tuple[SimulatedMutant, ...] = (
         "hsdp",
         "divergence",
         28,
-        planted(actions={"note_unequal_gradients": _accuse_repeating}),
+        planted(actions={"propose_refusal": _accuse_repeating}),
     ),
     SimulatedMutant(
         "waits_for_the_dead",

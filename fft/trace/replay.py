@@ -17,6 +17,7 @@ from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Elsewhere
 from fft.protocol.table import LookupTable, Table
 from fft.trace.format import FORMAT, READABLE, cause_of, where
+from fft.trace.older import OlderParticipant
 from fft.trace.read import GAP, Trace, TraceFile
 
 _OF_A_ROW = "from", "to", "roles", "on", "guards", "effects"
@@ -46,7 +47,7 @@ def participant_of(head: dict[str, Any]) -> Participant:
     me = Peer(*head["config"]["me"])
     values = {**head["config"], "me": me, "flow": flow, "rules": rules}
     table, head["spec"] = _shared(json.dumps(head["spec"]))
-    return Participant(table, Config(**values))
+    return OlderParticipant(table, Config(**values))
 
 
 @lru_cache(maxsize=4)

@@ -123,93 +123,17 @@ def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["votes_yes", "all_voted", "manifests_fit", "superseded", "decided_commit", "decided_abort",
+    ["votes_yes", "tally_commits", "tally_aborts", "superseded", "decided_commit", "decided_abort",
      "epoch_ends", "i_leave", "epoch_with_me", "moved_on", "settled_commit", "has_history"],
 )  # fmt: skip
 def test_guard_on_an_event_rejects_all_other_events(name: str) -> None:
     _, node = running()
     own = {
-        "votes_yes": Prepared, "all_voted": Ballot, "manifests_fit": Ballot, "superseded": Join,
+        "votes_yes": Prepared, "tally_commits": Ballot, "tally_aborts": Ballot, "superseded": Join,
     }.get(name, Decision)  # fmt: skip
     for event in EVENTS:
         if not isinstance(event, own):
             assert not GUARDS[name](node.local, node.participant.config, event)
-
-
-@pytest.mark.parametrize(
-    ("manifests", "fit"),
-    [
-        ({("0", 0): "a", ("0", 1): "b", ("1", 0): "a", ("1", 1): "b"}, True),
-        ({("0", 0): "a", ("0", 1): "b", ("1", 0): "b", ("1", 1): "a"}, False),
-        ({("0", 0): "a", ("1", 0): "a"}, True),
-    ],
-)
-def test_manifests_fit_rank_by_rank(manifests: dict[tuple[str, int], str], fit: bool) -> None:
-    """Shards of one rank number are reduced with each other; those of two numbers may differ."""
-    _, node = running()
-    votes = tuple(Vote(Peer(*who, 1), Manifest(1, 4, s)) for who, s in manifests.items())
-    ballot = Ballot(Token(1, 1), votes)
-    assert GUARDS["manifests_fit"](node.local, node.participant.config, ballot) is fit
-
-
-def test_ranks_of_a_group_may_reduce_unlike_numbers_of_tensors() -> None:
-    """Pipeline stages do; only equal rank numbers of different groups must match."""
-    _, node = running()
-    config = node.participant.config
-    for more, fit in ((0, True), (1, False)):
-        counts = {("0", 0): 1, ("0", 1): 2, ("1", 0): 1, ("1", 1): 2 + more}
-        votes = tuple(Vote(Peer(*who, 1), Manifest(n, 4, "a")) for who, n in counts.items())
-        ballot = Ballot(Token(1, 1), votes)
-        assert GUARDS["manifests_fit"](node.local, config, ballot) is fit
-
-
-@pytest.mark.parametrize(
-    ("prints", "fit"),
-    [
-        (["a", "b", "a", "b"], True),
-        (["a", "b", "a", "a"], False),
-        (["a", "b", None, "b"], True),
-        ([None, None, None, None], True),
-    ],
-)
-def test_gradients_fit_rank_by_rank_as_far_as_digests_were_taken(
-    prints: list[str | None], fit: bool
-) -> None:
-    _, node = running()
-    peers = [Peer(group, rank, 1) for group in "01" for rank in (0, 1)]
-    votes = tuple(
-        Vote(peer, Manifest(1, 4, "a", fingerprint=own))
-        for peer, own in zip(peers, prints, strict=True)
-    )
-    ballot, config = Ballot(Token(1, 1), votes), node.participant.config
-    assert GUARDS["gradients_fit"](node.local, config, ballot) is fit
-    assert GUARDS["manifests_fit"](node.local, config, ballot), "they did the same reductions"
-
-
-@pytest.mark.parametrize(
-    ("data", "fit"),
-    [
-        ([("", "d"), ("", "d"), ("", "d"), ("", "d")], True),
-        ([("", "d"), ("", "d"), ("", "d"), ("", "e")], False),
-        ([("", "d"), ("", "e"), ("", "d"), ("", "e")], False),
-        ([("", "d"), ("", None), ("", None), ("", "d")], True),
-        ([("0", "d"), ("0", "d"), ("1", "e"), ("1", "e")], True),
-        ([("0", "d"), ("0", "e"), ("1", "f"), ("1", "f")], False),
-        ([("", "d"), ("", "d"), ("1", "d"), ("1", "d")], False),
-    ],
-)
-def test_ranks_of_one_shard_must_have_drawn_the_same_data(
-    data: list[tuple[str, str | None]], fit: bool
-) -> None:
-    _, node = running()
-    peers = [Peer(group, rank, 1) for group in "01" for rank in (0, 1)]
-    votes = tuple(
-        Vote(peer, Manifest(1, 4, "a", data=digest, shard=shard))
-        for peer, (shard, digest) in zip(peers, data, strict=True)
-    )
-    ballot = Ballot(Token(1, 1), votes)
-    for name, answer in (("manifests_fit", fit), ("data_differ", not fit)):
-        assert GUARDS[name](node.local, node.participant.config, ballot) is answer
 
 
 def test_unequal_data_names_the_ranks_with_and_without_sharded() -> None:
@@ -222,16 +146,6 @@ def test_unequal_data_names_the_ranks_with_and_without_sharded() -> None:
         f"all data (no sharded=) are read by {whole}, and a shard by {part}; pass the same "
         "sharded= on all ranks"
     )
-
-
-def test_ballot_with_foreign_or_outside_votes_is_not_complete() -> None:
-    job, node = running()
-    c = node.participant.config
-    yes = tuple(Vote(n.peer, Manifest(1)) for n in job.live())
-    stranger = Vote(Peer("1", 0, 2), Manifest(1))
-    assert GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), yes))
-    for wrong in (yes[:1], (yes[0], yes[0]), (yes[0], stranger), (*yes, stranger)):
-        assert not GUARDS["all_voted"](node.local, c, Ballot(Token(1, 1), wrong))
 
 
 def test_drain_request_survives_later_events() -> None:

@@ -10,7 +10,7 @@ from cluster import Node
 from jobs import Job
 
 from fft.messages.causes import NO_CAUSE, Cause, CauseCode
-from fft.messages.effects import ReadHead
+from fft.messages.effects import Decide, ReadHead
 from fft.messages.protocol import (
     Ballot,
     Decision,
@@ -182,9 +182,12 @@ def test_divergent_ranks_are_identified_only_if_the_policy_heals(policy: str, he
     node = job.node("0")
     held = zip(job.live(), "aab", strict=True)
     votes = tuple(Vote(n.peer, Manifest(1), digest=digest) for n, digest in held)
-    known = GUARDS["odd_ones_known"]
     ballot = Ballot(node.local.token, votes)
-    assert known(node.local, node.participant.config, ballot) is heals
+    refuse = EFFECTS["propose_refusal"](replace(node.local), node.participant.config, ballot)
+    (effect,) = refuse
+    assert isinstance(effect, Decide)
+    odd = (votes[2].peer,) if heals else ()
+    assert (effect.proposal.odd, effect.proposal.diverged) == (odd, not heals)
 
 
 def test_only_named_ranks_lose_their_state() -> None:

@@ -237,7 +237,7 @@ def test_rows_that_no_seed_takes_are_named_with_state_event_and_guards() -> None
     one = next(name for name in names.values() if name.startswith("NORMAL join 2"))
     assert shared not in never_taken(HSDP, {one})
     missed = never_taken(HSDP, set())
-    assert "PREPARED ballot [all_voted & manifests_fit & gradients_fit & digests_fit]" in missed
+    assert "PREPARED ballot [tally_commits]" in missed
     covered = [use.name for use in row_uses(HSDP, set()) if use.elsewhere]
     assert covered and not set(covered) & set(missed), "another test is named for these"
 
@@ -247,7 +247,7 @@ def test_simulate_warns_of_rows_that_its_seeds_never_took(tmp_path: Path) -> Non
     assert simulate("diloco", 2, 0, 1, None, tmp_path, Console(file=out, width=200))
     reported = out.getvalue()
     assert "warning: never taken in 2 seeds, and shown by no named test:" in reported
-    assert "PREPARED ballot [all_voted & digests_fit]" in reported
+    assert "PREPARED ballot [tally_aborts]" in reported
 
 
 @pytest.mark.long
