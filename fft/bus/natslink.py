@@ -144,7 +144,7 @@ def _tls(shown: str) -> ssl.SSLContext:
     try:
         folder = os.environ.get("FFT_NATS_TLS")
         context = ssl.create_default_context(cafile=folder and f"{folder}/ca.crt")
-        if os.path.exists(cert := f"{folder}/tls.crt"):
+        if folder and os.path.exists(cert := f"{folder}/tls.crt"):
             context.load_cert_chain(cert, f"{folder}/tls.key")
     except OSError as error:
         raise BusError(
