@@ -146,8 +146,8 @@ def page() -> str:
         [
             "# Versions",
             "",
-            "Written by `python -m tools.versions`, which `.ci/scheduled` runs. It builds an "
-            "environment for each row, one after the other, on a machine without a GPU. "
+            "Written by `python -m tools.versions`, which `.ci/scheduled` runs. It builds an",
+            "environment for each row, one after the other, on a machine without a GPU.",
             "[Upgrading](guides/upgrade.md) describes releases that are not listed.",
             "",
             *rows,
