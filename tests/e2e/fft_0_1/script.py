@@ -7,6 +7,7 @@ after the model was built, so both are in the checkpoint.
 """
 
 import sys
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -36,6 +37,7 @@ for txn in manager.transactions(
         x, y = txn.batch
         torch.nn.functional.mse_loss(model(x), y).backward()
 with torch.no_grad():
-    bits = sum(parameter.to_local().double().sum().item() for parameter in model.parameters()).hex()
+    shards: list[Any] = [*model.parameters()]
+    bits = float(sum(shard.to_local().double().sum().item() for shard in shards)).hex()
 print("settings", model[0]._get_fsdp_state()._fsdp_param_group.reshard_after_backward, "sum", bits)
 manager.shutdown()
