@@ -194,10 +194,10 @@ class Updates:
         Args:
             unheld: `StepState.unheld`; called after the first update and after the tenth.
         """
-        accelerate = sys.modules.get("accelerate.state")
-        state = {} if accelerate is None else accelerate.GradientState._shared_state
         if self._count == 1:
             unheld()
+            accelerate = sys.modules.get("accelerate.state")
+            state = {} if accelerate is None else accelerate.GradientState._shared_state
             if not state.get("sync_gradients", True):
                 yield "accelerate_accumulate", _ACCUMULATES
         if self._count != _IDLE_AFTER:

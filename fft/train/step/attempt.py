@@ -676,6 +676,7 @@ class Attempt:
         self._watchers.txn_ended(committed=False)
 
     def close(self) -> None:
+        """End the open txn on this thread. Idempotent."""
         self.txn.close()
         self.presence.end()
 
