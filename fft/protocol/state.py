@@ -109,6 +109,8 @@ class Config:
     """Rules that choose the groups of an epoch that contribute; see `fft.protocol.active`."""
     place: str = ""
     """Place of this group for these rules, such as its node; empty if no rule needs it."""
+    spans_hosts: bool = False
+    """Other hosts have ranks of this group, and their launchers replace those that are lost."""
     home: str = ""
     """The store where this group meets if this rank is its first, unless that is ``store``."""
 
