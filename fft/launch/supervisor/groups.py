@@ -62,19 +62,24 @@ class Group:
     """A replica group, which is either running, due for a restart, or ended."""
 
     def __init__(
-        self, name: str, world: int, local: int, part: int = 0, is_adopted: bool = False
+        self,
+        name: str,
+        world: int,
+        local: int | None = None,
+        part: int = 0,
+        is_adopted: bool = False,
     ) -> None:
         """Start nothing yet.
 
         Args:
             world: Number of ranks of the group on all hosts.
-            local: Number of its ranks on one host.
+            local: Number of its ranks on one host; None for all of them.
             part: The part of the group that this host has.
         """
         self.name = name
         self.is_adopted = is_adopted
         """Taken over from a supervisor that was lost."""
-        self.world, self.local = world, local
+        self.world, self.local = world, local or world
         self.part = part
         self.begun = GroupStart(0)
         """The present start of the group. Supervisors of all its parts agree on it."""
