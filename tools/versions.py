@@ -55,10 +55,12 @@ CELLS = (
 )
 PARTS = {
     "import": "{python} -c 'import fft; fft.ManagerFFT'",
-    "demo": "make demo VENV={env} TRACES={traces}",
-    "compat": "make compat VENV={env}",
-    "train a-l": "{python} {pytest} tests/train/test_[a-l]*.py",
-    "train m-z": "{python} {pytest} tests/train/test_[m-z]*.py",
+    "demo": "make -o {env}/.installed demo VENV={env} TRACES={traces}",
+    "compat": "make -o {env}/.installed compat VENV={env}",
+    "train a-d": "{python} {pytest} tests/train/test_[a-d]*.py",
+    "train e-l": "{python} {pytest} tests/train/test_[e-l]*.py",
+    "train m-r": "{python} {pytest} tests/train/test_[m-r]*.py",
+    "train s-z": "{python} {pytest} tests/train/test_[s-z]*.py",
     "engine": "{python} {pytest} tests/engine",
     "bus": "{python} {pytest} tests/bus",
 }
@@ -102,7 +104,7 @@ def build(cell: Cell, env: Path) -> str | None:
             return next(
                 (x for x in done.stderr.splitlines() if x.startswith("ERROR")), done.stderr[-200:]
             )
-    (env / ".installed").touch()  # make takes the environment as it is
+    (env / ".installed").touch()
     return None
 
 
