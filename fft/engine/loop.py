@@ -24,6 +24,7 @@ from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, FftError
+from fft.messages.causes import LeaveReason
 from fft.messages.commands import decode_command
 from fft.messages.effects import Finish
 from fft.messages.protocol import BusDown, Death, Drain, Event, Stop, Suspect, UnreadableMessage
@@ -69,6 +70,8 @@ class Engine:
         self.trace = trace
         self.ended = threading.Event()
         """Set when the participant has finished or failed, after the main thread was notified."""
+        self.leave_reason = LeaveReason.SHUT_DOWN
+        """Why the participant leaves if `close` ends it."""
         self._buses, self._host = buses, host
         self._others = tuple(others)
         for other in self._others:
@@ -219,7 +222,7 @@ class Engine:
             limit: Timeout of the join in seconds.
         """
         if self._thread.is_alive():
-            self.post(Stop("shut down"))
+            self.post(Stop("shut down", self.leave_reason))
             self._events.put(Close())
             if self.abandoned:
                 return

@@ -15,6 +15,7 @@ from fft.bus.token import JobToken
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
+from fft.messages.causes import LeaveReason
 from fft.messages.progress import FetchReport, IdleReport, TraceReport, fitting
 from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
@@ -75,6 +76,12 @@ class Participation:
         """Log a warning about the script, and trace it, so that `fft run` shows it once."""
         logger.warning("%s", text)
         self.note(name, {WARNING: text})
+
+    def has_ended(self, reason: LeaveReason) -> bool:
+        """Note why this process leaves when it is closed, without a commit; returns True."""
+        if self.engine is not None:
+            self.engine.leave_reason = reason
+        return True
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Trace metrics of the script, and report the loss among them."""
