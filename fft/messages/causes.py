@@ -71,6 +71,8 @@ class LeaveReason(StrEnum):
     """It was asked to leave before its end."""
     SHUT_DOWN = "shut_down"
     """Its script shut it down without a last step, as a loop of torchft ends."""
+    LEFT_LOOP = "left_loop"
+    """Its script left FFT's own loop before the end, by ``break`` or ``sys.exit()``."""
 
     @property
     def is_end(self) -> bool:

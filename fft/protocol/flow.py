@@ -94,8 +94,7 @@ def why_left(s: Local, c: Config, votes: Sequence[Vote], group: str) -> LeaveRea
 
 def why_it_leaves(s: Local, c: Config, event: Event) -> LeaveReason:
     """Return why this participant leaves without a commit."""
-    if isinstance(event, Stop):
-        return event.reason
-    if ended_before(s, c) is not None:
-        return LeaveReason.UPSTREAM_ENDED
-    return LeaveReason.DRAINED if c.me in s.leaving else LeaveReason.SHUT_DOWN
+    reason = event.reason if isinstance(event, Stop) else LeaveReason.SHUT_DOWN
+    if c.me in s.leaving and not reason.is_end:
+        return LeaveReason.DRAINED
+    return reason if ended_before(s, c) is None else LeaveReason.UPSTREAM_ENDED

@@ -43,6 +43,8 @@ class Participation:
         self.executor = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
         """Whether the launcher may replace lost ranks of this group, according to the trace."""
+        self.leave_reason = LeaveReason.SHUT_DOWN
+        """Why the process leaves by `leave`, if no commit has ended its part in the job."""
         self.group_bus: ErrorBus | None = None
         self.reporter: ProgressReporter | None = None
         self._seen: set[tuple[str, str]] = set()
@@ -78,9 +80,8 @@ class Participation:
         self.note(name, {WARNING: text})
 
     def has_ended(self, reason: LeaveReason) -> bool:
-        """Note why this process leaves when it is closed, without a commit; returns True."""
-        if self.engine is not None:
-            self.engine.leave_reason = reason
+        """Note why this process is to leave by `leave`; returns True."""
+        self.leave_reason = reason
         return True
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
@@ -176,7 +177,7 @@ class Participation:
     def leave(self) -> None:
         """End the engine, which leaves the job, if it is still in. Idempotent."""
         if self.engine is not None:
-            self.engine.close()
+            self.engine.close(reason=self.leave_reason)
 
     def close(self) -> None:
         """End the buses and the trace. Idempotent."""
