@@ -29,7 +29,6 @@ from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP
-from fft.trace.inputs import SHARD_ENDED
 from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
@@ -231,10 +230,9 @@ class TransactionLoop:
                 self.attempt.step_aborted()
                 continue
             if drawn is None:
-                if not isinstance(source, ShardedSource):
-                    return self.job.has_ended(LeaveReason.LAST_STEP)
-                self.job.note(SHARD_ENDED, {"shard": source.shard})
-                return self.job.has_ended(LeaveReason.SHARD_ENDED)
+                is_shard = isinstance(source, ShardedSource)
+                why = LeaveReason.SHARD_ENDED if is_shard else LeaveReason.LAST_STEP
+                return self.job.has_ended(why)
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
