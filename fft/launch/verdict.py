@@ -298,49 +298,52 @@ class GroupEnd:
         return any(e.place is not None and e.place.is_a(kind) for e in self.exits)
 
 
-@dataclass(frozen=True)
+@dataclass
 class JobEnd:
     """The end of this part of the job, all of whose processes have ended.
 
     Attributes:
         head: The newest record of the job.
         reached: The last step of the ranks of each number, which may have their own scope.
-        problems: What the launcher has found to be wrong, with `excused`.
-        excused: Problems that only cost the job one of its groups.
+        problems: What the launcher has found to be wrong.
+        given_up: Those of them that only cost the job one of its groups.
         remarks: What it has found besides.
-        was_asked: The job was asked to end.
+        asked_to_end: It has received a signal that drains the job.
         is_over: All groups have left with one commit.
-        is_hopeless: The script itself is wrong, so the ends of its groups are not reported.
+        hopeless: The script itself is wrong, so the ends of its groups are not reported.
+        bus_is_lost: A bus outage has ended this part of the job.
         no_progress: Restarts in a row have committed nothing.
+        is_plan_through: It has drained the job, because the fault plan is finished.
+        unfinished: Why the fault plan is not finished.
         others: How the groups of other hosts ended, if no group here was in the job at its end.
-        serves: The services of the job are hosted here.
+        has_services: The services of the job are hosted here.
         is_idle: Its ranks have trained without a transaction.
     """
 
-    groups: tuple[GroupEnd, ...]
+    groups: tuple[GroupEnd, ...] = ()
     head: Record | None = None
     step: int = 0
     committed: bool = True
     reached: Mapping[int, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    excused: frozenset[str] = frozenset()
-    remarks: tuple[str, ...] = ()
-    was_asked: bool = False
+    problems: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    asked_to_end: bool = False
     is_over: bool = False
-    is_hopeless: bool = False
-    is_bus_lost: bool = False
+    hopeless: bool = False
+    bus_is_lost: bool = False
     no_progress: bool = False
     is_plan_through: bool = False
     has_plan: bool = False
     unfinished: str | None = None
     others: ExitStatus | None = None
-    serves: bool = True
+    has_services: bool = True
     is_idle: bool = False
 
     @property
     def what_ended(self) -> str:
         """Name for what ends with the processes here; other hosts may have more of the job."""
-        return "the job" if self.serves else "this part of the job"
+        return "the job" if self.has_services else "this part of the job"
 
     @property
     def finished(self) -> list[GroupEnd]:
@@ -356,7 +359,7 @@ class JobEnd:
     def untrained(self) -> list[GroupEnd]:
         """The groups that were away when the others had trained the shards of their own."""
         ends = [e.reason for group in self.groups for e in group.exits if group.is_at_end]
-        if self.was_asked or LeaveReason.SHARD_ENDED not in ends:
+        if self.asked_to_end or LeaveReason.SHARD_ENDED not in ends:
             return []
         away = (group for group in self.groups if not group.has_finished)
         return [group for group in away if not (group.is_at_end or group.is_drained)]
@@ -400,7 +403,7 @@ def _was_asked(f: _Of) -> bool:
 
     A scheduler may have sent it to all processes of a SLURM job step.
     """
-    return (f.x.asked or f.job.was_asked) and f.x.status == -signal.SIGTERM
+    return (f.x.asked or f.job.asked_to_end) and f.x.status == -signal.SIGTERM
 
 
 def _joined(f: _Of) -> bool:
@@ -417,7 +420,7 @@ _OVER = "the job was over; group {group} ended with {cause}, and was no longer n
 
 GROUPS: tuple[Row[_Of, End], ...] = (
     Row("ended on request", lambda f: f.group.fate in ("evicted", "taken over"), End("good")),
-    Row("the script is wrong", lambda f: f.job.is_hopeless, End("good")),
+    Row("the script is wrong", lambda f: f.job.hopeless, End("good")),
     Row("finished", lambda f: not f.x.failed, End("good")),
     Row("asked as it started", lambda f: _was_asked(f) and not _joined(f), End(
         "remark", "group {group} was asked to end while it started")),
@@ -427,7 +430,7 @@ GROUPS: tuple[Row[_Of, End], ...] = (
     Row("too late", lambda f: f.x.came_too_late and (f.group.has_committed or f.job.finished), End(
         "over", "group {group} came back when the job was over")),
     Row("killed at the end", lambda f: (
-        f.job.was_asked and f.x.status == -signal.SIGKILL
+        f.job.asked_to_end and f.x.status == -signal.SIGKILL
         and any(g.fate not in ("evicted", "taken over") for g in f.job.finished)), End(
         "over", "group {group} ended with {cause} as the job was to end")),
     Row("cut short", lambda f: f.job.is_over and not f.x.failed_by_itself, End("over", _OVER)),
@@ -462,14 +465,14 @@ class _Found(NamedTuple):
 
 
 STATUS: tuple[Row[_Found, ExitStatus | None], ...] = (
-    Row("bus lost after the end", lambda f: f.job.is_bus_lost and f.job.at_end, FEWER_GROUPS),
-    Row("bus lost", lambda f: f.job.is_bus_lost, ExitStatus.BUS_LOST),
+    Row("bus lost after the end", lambda f: f.job.bus_is_lost and f.job.at_end, FEWER_GROUPS),
+    Row("bus lost", lambda f: f.job.bus_is_lost, ExitStatus.BUS_LOST),
     Row("no progress", lambda f: f.job.no_progress, ExitStatus.NO_PROGRESS),
     Row("problems", lambda f: not f.excused.issuperset(f.lines), ExitStatus.FAILED),
     Row("plan finished", lambda f: f.job.is_plan_through and not f.lines, ExitStatus.COMPLETE),
     Row("plan without a group", lambda f: f.job.is_plan_through, ExitStatus.FAILED),
     Row("ended elsewhere", lambda f: f.job.others is not None, None),
-    Row("asked to end", lambda f: f.job.was_asked and not f.job.at_end, ExitStatus.DRAINED),
+    Row("asked to end", lambda f: f.job.asked_to_end and not f.job.at_end, ExitStatus.DRAINED),
     Row("stopped when asked", lambda f: f.job.was_stopped, ExitStatus.DRAINED),
     Row("all drained", lambda f: f.drained and f.drained == f.job.finished, ExitStatus.DRAINED),
     Row("a group lost", lambda f: f.job.finished and f.lost, FEWER_GROUPS),
@@ -527,7 +530,7 @@ def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Verdict:
     Args:
         describe: Returns the text of a problem: how a process has ended, with its decisive line.
     """
-    lines, excused, remarks = list(job.problems), set(job.excused), list(job.remarks)
+    lines, excused, remarks = list(job.problems), set(job.given_up), list(job.remarks)
     over = list[str]()
     for group in job.groups:
         x = group.failed or Exit(group.name, 0, 0, "", status=0)
@@ -540,7 +543,7 @@ def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Verdict:
         elif end.kind != "good":
             lines.append(describe(x))
             excused |= {lines[-1]} if end.kind == "excused" else set()
-    if over and job.serves and job.others is None and not job.finished:
+    if over and job.has_services and job.others is None and not job.finished:
         lines.append("no group ended by itself after the last step")
     if not lines and job.unfinished:
         lines = [f"the fault plan was not finished: {job.unfinished}"]
@@ -552,9 +555,9 @@ def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Verdict:
     status = row.then if row.then is not None else job.others
     assert status is not None
     remarks += [*over, *(_UNTRAINED.format(group=group.name) for group in job.untrained)]
-    if job.was_asked and job.committed:
+    if job.asked_to_end and job.committed:
         remarks.append(f"{job.what_ended} was asked to end, and left after step {job.step}")
-    elif job.was_asked and not (lines or remarks):
+    elif job.asked_to_end and not (lines or remarks):
         remarks.append(f"{job.what_ended} was asked to end before it had committed a step")
     if job.others is ExitStatus.DRAINED:
         remarks.append("the job was drained before its end while no group here was in it")

@@ -117,7 +117,7 @@ def test_end_of_a_group_is_followed_by_what_its_row_demands(name: str) -> None:
 
 _GROUP_ENDS: dict[str, tuple[GroupEnd, dict[str, Any], str]] = {
     "ended on request": (other(x("1", status=KILLED), fate="evicted"), {}, ""),
-    "the script is wrong": (other(raised(KeyError, "1")), {"is_hopeless": True}, ""),
+    "the script is wrong": (other(raised(KeyError, "1")), {"hopeless": True}, ""),
     "finished": (other(), {}, ""),
     "asked as it started": (
         other(x("1", status=TERMINATED, asked=True, took_part=False)),
@@ -126,14 +126,14 @@ _GROUP_ENDS: dict[str, tuple[GroupEnd, dict[str, Any], str]] = {
     ),
     "asked as it exited": (
         other(x("1", status=TERMINATED, reason=DRAINED)),
-        {"was_asked": True},
+        {"asked_to_end": True},
         "group 1 had left, and SIGTERM ended its process at its exit",
     ),
     "too late for a stage": (other(raised(JobEnded, "1"), is_told=True), {}, ""),
     "too late": (other(raised(JobEnded, "1")), {}, "group 1 came back when the job was over"),
     "killed at the end": (
         other(x("1", status=KILLED)),
-        {"was_asked": True},
+        {"asked_to_end": True},
         "group 1 ended with SIGKILL as the job was to end",
     ),
     "cut short": (
@@ -189,9 +189,9 @@ AWAY = other(x("1", status=TERMINATED, asked=True, took_part=False))
 _STATUS: dict[str, tuple[ExitStatus, tuple[GroupEnd, ...], dict[str, Any]]] = {
     "bus lost after the end": (
         *(ExitStatus.FEWER_GROUPS, (DONE,)),
-        {"is_bus_lost": True, "problems": ("the bus",)},
+        {"bus_is_lost": True, "problems": ["the bus"]},
     ),
-    "bus lost": (ExitStatus.BUS_LOST, (LEFT,), {"is_bus_lost": True, "problems": ("the bus",)}),
+    "bus lost": (ExitStatus.BUS_LOST, (LEFT,), {"bus_is_lost": True, "problems": ["the bus"]}),
     "no progress": (
         *(ExitStatus.NO_PROGRESS, (GroupEnd("0", (x(status=KILLED),), "given up"),)),
         {"no_progress": True},
@@ -203,7 +203,7 @@ _STATUS: dict[str, tuple[ExitStatus, tuple[GroupEnd, ...], dict[str, Any]]] = {
         {"is_plan_through": True, "has_plan": True},
     ),
     "ended elsewhere": (ExitStatus.DRAINED, (AWAY,), {"others": ExitStatus.DRAINED}),
-    "asked to end": (ExitStatus.DRAINED, (LEFT, AWAY), {"was_asked": True}),
+    "asked to end": (ExitStatus.DRAINED, (LEFT, AWAY), {"asked_to_end": True}),
     "stopped when asked": (
         *(ExitStatus.DRAINED, (DONE, other(x("1", reason=DRAINED)))),
         {"head": STOP},
@@ -237,7 +237,7 @@ def test_exit_status_is_that_of_the_row_of_the_end(name: str) -> None:
 @pytest.mark.parametrize(
     ("groups", "facts", "status", "text"),
     [
-        ((DONE, other()), {"was_asked": True}, ExitStatus.COMPLETE, "left after step 0"),
+        ((DONE, other()), {"asked_to_end": True}, ExitStatus.COMPLETE, "left after step 0"),
         ((LEFT, other()), {"has_plan": True}, ExitStatus.COMPLETE, None),
         (
             (DONE, other(x("1", early=True))),

@@ -29,7 +29,6 @@ from fft.launch.verdict import (
 )
 from fft.messages.causes import LeaveReason
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
-from fft.messages.protocol import Record
 from fft.trace.ends import Taint
 from fft.trace.tail import JobView, RankView
 
@@ -69,37 +68,14 @@ class JobOutcome:
         return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED
 
 
-@dataclass
-class Judgement:
+@dataclass(kw_only=True)
+class Judgement(JobEnd):
     """Collects the supervisor's findings, and derives the outcome at the end."""
 
-    groups: Collection[Group]
+    here: Collection[Group]
     plan: FaultPlan
-    has_services: bool
-    """Whether the services of the job are hosted here."""
-    problems: list[str] = field(default_factory=list)
-    """Reasons why the job failed."""
-    remarks: list[str] = field(default_factory=list)
-    """Lines that are not problems."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback has been reported."""
-    given_up: list[str] = field(default_factory=list)
-    """Problems that cost the job one group, and do not fail the job."""
-    is_plan_through: bool = False
-    """The supervisor has drained the job, because its fault plan is finished."""
-    asked_to_end: bool = False
-    """The supervisor has received a signal that drains the job."""
-    bus_is_lost: bool = False
-    """A bus outage has ended this part of the job."""
-    no_progress: bool = False
-    """Restarts in a row have committed nothing."""
-    hopeless: bool = False
-    """The script itself is wrong, so the ends of its groups are not reported."""
-
-    @property
-    def what_ended(self) -> str:
-        """Name for what ends with the processes here; other hosts may have more of the job."""
-        return "the job" if self.has_services else "this part of the job"
 
     def shown_mistake(self, group: Group, mistake: Mistake) -> str:
         """Describe the mistake that ended ``group``, with its traceback.
@@ -127,10 +103,10 @@ class Judgement:
         in good order, but without that state. Groups on other hosts may have it.
         """
         self.asked_to_end = True
-        if groups_in_all > len(self.groups):
+        if groups_in_all > len(self.here):
             return
-        going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
-        has_running = not any(g.finished for g in self.groups)
+        going = (g for g in self.here if view.committed_since(g.name, g.known_incs))
+        has_running = not any(g.finished for g in self.here)
         if view.committed and has_running and not any(going):  # a spare has no group
             self.problems.append(
                 "when it was interrupted, all groups had been started again since step "
@@ -143,61 +119,29 @@ class Judgement:
         A loop of torchft ends like this, because it has no last commit. A group that is being
         restarted would then find no peer.
         """
-        done = [group for group in self.groups if group.finished and not group.evicted]
-        rest = [group for group in self.groups if not group.finished]
+        done = [group for group in self.here if group.finished and not group.evicted]
+        rest = [group for group in self.here if not group.finished]
         return (
-            groups_in_all == len(self.groups)
+            groups_in_all == len(self.here)
             and view.committed
             and any(rank.step == view.step for group in done for rank in view.of(group.name))
             and not any(group.return_at_step is not None for group in done)
             and not any(view.joined_since(group.name, group.known_incs) for group in rest)
         )
 
-    def outcome(
-        self,
-        view: JobView,
-        is_over: bool,
-        unfinished: str | None,
-        others: ExitStatus | None = None,
-        head: Record | None = None,
-    ) -> JobOutcome:
-        """Judge the job, all of whose processes have ended.
-
-        Args:
-            is_over: All groups have left with one commit.
-            unfinished: The reason why the fault plan is not finished, or None.
-            others: How the groups of other hosts ended, if the job is over and no group here was
-                in it at its end.
-            head: The newest record of the job.
-        """
-        by_exit = {id(child.exit): child for group in self.groups for child in group.children}
-        end = JobEnd(
-            groups=tuple(self._end_of(group, view) for group in self.groups),
-            head=head,
-            step=view.step,
-            committed=view.committed,
-            reached={number: view.reached(number) for _, number in view.ranks},
-            problems=tuple(self.problems),
-            excused=frozenset(self.given_up),
-            remarks=tuple(self.remarks),
-            was_asked=self.asked_to_end,
-            is_over=is_over,
-            is_hopeless=self.hopeless,
-            is_bus_lost=self.bus_is_lost,
-            no_progress=self.no_progress,
-            is_plan_through=self.is_plan_through,
-            has_plan=bool(self.plan.faults),
-            unfinished=unfinished,
-            others=others,
-            serves=self.has_services,
-            is_idle=self._is_idle(view),
-        )
-        found = verdict(end, lambda x: by_exit[id(x)].verdict(self.shown))
+    def outcome(self, view: JobView) -> JobOutcome:
+        """Judge the job, all of whose processes have ended."""
+        by_exit = {id(child.exit): child for group in self.here for child in group.children}
+        self.groups = tuple(self._end_of(group, view) for group in self.here)
+        self.step, self.committed = view.step, view.committed
+        self.reached = {number: view.reached(number) for _, number in view.ranks}
+        self.has_plan, self.is_idle = bool(self.plan.faults), self._has_trained_alone(view)
+        found = verdict(self, lambda x: by_exit[id(x)].verdict(self.shown))
         lines = found.lines
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
             lines = (*lines, f"faults that did not fire, so this run does not test them: {names}")
-        errors = (child.error_place for group in self.groups for child in group.children)
+        errors = (child.error_place for group in self.here for child in group.children)
         return JobOutcome(
             found.ok,
             lines,
@@ -209,12 +153,12 @@ class Judgement:
             status=found.status,
         )
 
-    def _is_idle(self, view: JobView) -> bool:
+    def _has_trained_alone(self, view: JobView) -> bool:
         """Return whether the ranks have trained without FFT."""
-        exits = [c.exit for group in self.groups for c in group.children]
+        exits = [c.exit for group in self.here for c in group.children]
         joined = any(x.took_part or x.reason or x.error for x in exits)
-        joined |= any(group.name == name for group in self.groups for name, _ in view.ranks)
-        trained = any(c.loaded_torch for group in self.groups for c in group.children)
+        joined |= any(group.name == name for group in self.here for name, _ in view.ranks)
+        trained = any(c.loaded_torch for group in self.here for c in group.children)
         return trained and not (joined or view.gaps or self.asked_to_end)
 
     def _end_of(self, group: Group, view: JobView) -> GroupEnd:
@@ -232,7 +176,7 @@ class Judgement:
     def _is_ours(self, fault: AnyFault) -> bool:
         """Return whether the fault happens on this host, whose traces then contain it."""
         if isinstance(fault, Fault):
-            return fault.group in {group.name for group in self.groups}
+            return fault.group in {group.name for group in self.here}
         return self.has_services
 
 

@@ -444,7 +444,7 @@ class Supervisor:
         self._mistakes = Mistakes(names, config.groups_in_all)
         self._deaths = Deaths()
         self._orphans = Orphans()
-        self._judgement = Judgement(self._groups.values(), plan, serves)
+        self._judgement = Judgement(here=self._groups.values(), plan=plan, has_services=serves)
         self._diagnoser = Diagnoser(
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
@@ -491,13 +491,13 @@ class Supervisor:
             self._links.progress.catch_up()
             self._look()
             view = self._tail.view
-            unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
-            others = self._how_others_left()
-            outcome = self._judgement.outcome(
-                view, self._ending.over, unfinished, others, self._links.head()
-            )
+            end, watch = self._judgement, self._faults.watch
+            end.unfinished = None if watch is None else watch.unfinished(view)
+            end.is_over, end.others = self._ending.over, self._how_others_left()
+            end.head = self._links.head()
+            outcome = end.outcome(view)
             lost = self._ending.lost if self._config.can_resume else None
-            if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
+            if (about := self._deaths.about(view)) and not (outcome.ok or end.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
             deaths = self._deaths.signatures(view) if lost else frozenset()
             fired = frozenset(view.injected)
