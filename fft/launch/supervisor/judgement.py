@@ -76,6 +76,11 @@ class JobOutcome:
     """The exit status, or None to derive COMPLETE or FAILED from ``ok``."""
 
     @property
+    def ends(self) -> frozenset[tuple[str, str]]:
+        """Errors and deaths that may recur with the same state; SIGKILL comes from outside."""
+        return self.errors | {death for death in self.deaths if "SIGKILL" not in death[1]}
+
+    @property
     def exit_status(self) -> ExitStatus:
         """The exit status of `fft run`."""
         if self.status is not None:
@@ -450,6 +455,12 @@ class Mistake:
         """
         alone = config.can_resume and config.groups_in_all == 1
         return self.ends == "job" and is_the_scripts(self.place) and not alone
+
+    def may_be_the_states(self, config: RunConfig, step: int) -> bool:
+        """Return whether another state may help, as the job began with this one just before."""
+        kinds = (*_NEVER_LOADED, *_UNFIT, *_UNLIKE, RestartRefused)
+        is_known = any(map(self.place.is_a, kinds)) or bool(self.place.item)
+        return self.ends == "job" and config.is_soon(step) and not is_known
 
 
 def is_the_scripts(error: Place | None) -> bool:
