@@ -61,6 +61,11 @@ class JobOutcome:
     """The exit status, or None to derive COMPLETE or FAILED from ``ok``."""
 
     @property
+    def ends(self) -> frozenset[tuple[str, str]]:
+        """Errors and deaths that may recur with the same state; SIGKILL comes from outside."""
+        return self.errors | {death for death in self.deaths if "SIGKILL" not in death[1]}
+
+    @property
     def exit_status(self) -> ExitStatus:
         """The exit status of `fft run`."""
         if self.status is not None:

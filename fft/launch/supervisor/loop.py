@@ -45,6 +45,7 @@ from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
 from fft.launch.supervisor.reforming import Reforming
+from fft.launch.supervisor.script import Script
 from fft.launch.supervisor.tee import Tee
 from fft.launch.verdict import Mistake, Mistakes, cause_of
 from fft.messages.commands import (
@@ -414,6 +415,7 @@ class Supervisor:
         services: Services | Joined,
         display: Display | None = None,
         token: JobToken | None = None,
+        script: Script | None = None,
     ) -> None:
         """Check the configuration and prepare the job.
 
@@ -423,6 +425,7 @@ class Supervisor:
             services: The bus and lighthouse.
             display: Shows the progress of the job.
             token: Token of the job, which children receive in their environment.
+            script: Starts the processes; later starts of the job use it, too.
 
         Raises:
             SupervisorError: The job cannot be started as asked.
@@ -450,7 +453,7 @@ class Supervisor:
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
-        self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._launcher = Launcher(config, services, token, self._hangs.fd, script)
         self._waits.register(self._launcher.tee)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
@@ -850,6 +853,9 @@ class Supervisor:
             if self._ending.drain_until is not None:
                 return
         if mistake is not None:
+            if mistake.may_be_the_states(self._config.is_soon(view.step)):
+                begun_at = self._config.resume_step
+                self._ending.lost = f"the job has ended soon after step {begun_at}"
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
@@ -1183,7 +1189,7 @@ class Supervisor:
         left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
-        self._launcher.script.close()
+        self._launcher.close()
         self._diagnoser.close()
         reap_all(left)
         try:

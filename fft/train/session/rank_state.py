@@ -48,6 +48,9 @@ class CheckpointHooks:
     def resume(self) -> None:
         """Load the checkpoint that the job starts from, if any, before joining. Idempotent."""
 
+    def joined(self) -> None:
+        """Called when the trace of this rank has its header, before the rank joins the job."""
+
     def before_change(self) -> None:
         """Called before code other than a step function modifies the committed state."""
 
