@@ -101,14 +101,14 @@ class Judgement(JobEnd):
             "started again; begin a new job from a checkpoint"
         )
 
-    def note_interrupt(self, view: JobView, groups_in_all: int) -> None:
+    def note_interrupt(self, view: JobView, parts_in_all: int) -> None:
         """Record that the job was asked to end.
 
         It is a problem if no group has the state that the job had committed: the groups then leave
         in good order, but without that state. Groups on other hosts may have it.
         """
         self.asked_to_end = True
-        if groups_in_all > len(self.here):
+        if parts_in_all > len(self.here):
             return
         going = (g for g in self.here if view.committed_since(g.name, g.known_incs))
         has_running = not any(g.finished for g in self.here)
@@ -118,7 +118,7 @@ class Judgement(JobEnd):
                 f"{view.step} was committed, and none had committed since"
             )
 
-    def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
+    def have_all_finished(self, view: JobView, parts_in_all: int) -> bool:
         """Return whether all groups that had the state have ended well.
 
         A loop of torchft ends like this, because it has no last commit. A group that is being
@@ -127,7 +127,7 @@ class Judgement(JobEnd):
         done = [group for group in self.here if group.finished and not group.evicted]
         rest = [group for group in self.here if not group.finished]
         return (
-            groups_in_all == len(self.here)
+            parts_in_all == len(self.here)
             and view.committed
             and any(rank.step == view.step for group in done for rank in view.of(group.name))
             and not any(group.return_at_step is not None for group in done)

@@ -127,9 +127,9 @@ class Parts(RankContext):
         trace = TraceWriter(scope.traces(traces), peer)
         undo.callback(trace.close)
         job, watchers = Participation(peer, bus, trace), Watchers()
-        store = store_address(manager, settings.bus_url)
+        home = store_address(manager, settings.bus_url)
         is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
-        groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
+        groups = EpochGroups(manager, peer, home, pg, shard_pg, is_replacement, address)
         injector = make_injector(job, groups)
         self.commands = OperatorCommands(job, injector)
         txn = OpenTxn()
@@ -354,15 +354,13 @@ def join(parts: Parts) -> Engine:
     parts.state.checkpoints.joined()
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
-    if config.world > 1:
-        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
     monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
     atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,
         local,
-        Buses(scope.bus, job.bus, job.group_bus),
+        Buses(scope.bus, job.bus),
         job.trace,
         EngineHost(parts),
         scope.others,
@@ -434,6 +432,8 @@ def _config(parts: Parts) -> Config:
     return Config(
         me=parts.job.peer,
         store=parts.groups.store,
+        spans_hosts="FFT_GROUP_STORE" in os.environ,
+        home="" if parts.groups.home == parts.groups.store else parts.groups.home,
         transport=_transport(parts.manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),
