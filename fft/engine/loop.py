@@ -24,8 +24,10 @@ from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, FftError
+from fft.messages.causes import LeaveReason
 from fft.messages.commands import decode_command
 from fft.messages.effects import Finish
+from fft.messages.exits import Exit, encode_exit, exit_register
 from fft.messages.protocol import BusDown, Death, Drain, Event, Stop, Suspect, UnreadableMessage
 from fft.messages.wire import Packed, decode, inbox_name
 from fft.protocol.participant import Participant
@@ -221,16 +223,17 @@ class Engine:
             return None
         return f"{at[0]} on the bus has had no answer for {took:.1f} s"
 
-    def close(self, limit: float = 5.0) -> None:
+    def close(self, limit: float = 5.0, reason: LeaveReason = LeaveReason.SHUT_DOWN) -> None:
         """Leave the job if still a member; stop the thread; close the subscriptions. Idempotent.
 
         The thread of an abandoned engine is not joined: it ends when the bus is closed.
 
         Args:
+            reason: Why the participant leaves, if it does now.
             limit: Timeout of the join in seconds.
         """
         if self._thread.is_alive():
-            self.post(Stop("shut down"))
+            self.post(Stop("shut down", reason))
             self._events.put(Close())
             if self.abandoned:
                 return
@@ -288,11 +291,29 @@ class Engine:
 
     def put(self, command: Command) -> None:
         """Put a command into the slot of the main thread; implements ``CommandSlot``."""
+        if isinstance(command, Finish):
+            self._write_exit(command)
         with self._changed:
             self._slot = command
             self._changed.notify_all()
         if isinstance(command, Finish):
             self.ended.set()
+
+    def _write_exit(self, command: Finish) -> None:
+        """Write why this process ends into its register, for launchers and observers."""
+        if command.error == "InDoubt":  # the bus is out of reach
+            return
+        c, s = self.participant.config, self.local
+        reason = None if command.error else self._core.why_left
+        found = Exit(
+            *(c.me.group, c.me.rank, c.pid, c.host, s.step, reason),
+            error=command.error or "",
+            took_part=s.epoch is not None,
+        )
+        try:
+            self._buses.job.write(exit_register(c.me.group, c.me.rank), encode_exit(found))
+        except BusError as error:
+            logger.warning("launchers may not learn why this process ends: %s", error)
 
     def _run(self) -> None:
         core = self._core

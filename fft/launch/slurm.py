@@ -8,6 +8,7 @@ has ended.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -236,10 +237,8 @@ class SlurmJob:
             "GROUPS": str(self.placement.groups),
             "PARTS_OF_GROUP": str(self.placement.parts_of_group),
         }
-        text = _HEAD + text
-        for name, value in values.items():
-            text = text.replace(f"@{name}@", value)
-        return text
+        # in one pass, so that an argument of the script that looks like a name stays as it is
+        return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
 
 
 assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node

@@ -167,9 +167,10 @@ class Group:
         left = {rank for rank, seen in ranks.items() if seen.role == "terminal"}
         return [c for c in self.living if c.pid not in inside and c.rank not in left]
 
-    def has_left(self, view: JobView) -> bool:
-        """Return whether one of its ranks has left the job in good order since the last start."""
-        return any(rank.has_left for rank in view.since(self.name, self.known_incs).values())
+    @property
+    def has_left(self) -> bool:
+        """Whether one of its ranks has left the job in good order since the last start."""
+        return any(child.exit.has_left for child in self.children)
 
     def start_later(self) -> None:
         """Schedule a restart after a pause, and log it if an error has ended the group."""

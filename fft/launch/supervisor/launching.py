@@ -26,7 +26,12 @@ class Launcher:
     """Starts processes of one job; their monitors report hangs to descriptor ``hangs_fd``."""
 
     def __init__(
-        self, config: RunConfig, services: Services | Joined, token: JobToken | None, hangs_fd: int
+        self,
+        config: RunConfig,
+        services: Services | Joined,
+        token: JobToken | None,
+        hangs_fd: int,
+        script: Script | None = None,
     ) -> None:
         self._config = config
         self._services = services
@@ -35,10 +40,16 @@ class Launcher:
         self.logs = config.trace_dir / "logs"
         self.tee = Tee(config.tee, config.first_group)
         """The output of chosen ranks; its owner closes it."""
-        self.script = Script(config.script)
+        self._is_own = script is None
+        self.script = script or Script(config.script)
+
+    def close(self) -> None:
+        """End the fork server, unless later starts of the job use it."""
+        if self._is_own:
+            self.script.close()
 
     def open(self) -> None:
-        """Prepare to start processes; `script` is to be closed."""
+        """Prepare to start processes."""
         log = claimed(self.logs / "fork-server.log")
         self.script.open(self._env(), log)
 

@@ -33,20 +33,22 @@ from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
 from fft.launch.services import ServiceError, Services
-from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of, reap_all
+from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import Diagnoser
 from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
-from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
+from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement
 from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
 from fft.launch.supervisor.reforming import Reforming, reforms
+from fft.launch.supervisor.script import Script
 from fft.launch.supervisor.spanning import GroupStart, part_name, part_named
 from fft.launch.supervisor.tee import Tee
+from fft.launch.verdict import Mistake, Mistakes, cause_of
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -425,6 +427,7 @@ class Supervisor:
         services: Services | Joined,
         display: Display | None = None,
         token: JobToken | None = None,
+        script: Script | None = None,
     ) -> None:
         """Check the configuration and prepare the job.
 
@@ -434,6 +437,7 @@ class Supervisor:
             services: The bus and lighthouse.
             display: Shows the progress of the job.
             token: Token of the job, which children receive in their environment.
+            script: Starts the processes; later starts of the job use it, too.
 
         Raises:
             SupervisorError: The job cannot be started as asked.
@@ -457,13 +461,13 @@ class Supervisor:
         self._mistakes = Mistakes(names, config.groups_in_all)
         self._deaths = Deaths()
         self._orphans = Orphans()
-        self._judgement = Judgement(self._groups.values(), plan, serves)
+        self._judgement = Judgement(here=self._groups.values(), plan=plan, has_services=serves)
         self._diagnoser = Diagnoser(
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
-        self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._launcher = Launcher(config, services, token, self._hangs.fd, script)
         self._waits.register(self._launcher.tee)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
@@ -507,11 +511,13 @@ class Supervisor:
             self._links.progress.catch_up()
             self._look()
             view = self._tail.view
-            unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
-            others = self._how_others_left()
-            outcome = self._judgement.outcome(view, self._ending.over, unfinished, others)
+            end, watch = self._judgement, self._faults.watch
+            end.unfinished = None if watch is None else watch.unfinished(view)
+            end.is_over, end.others = self._ending.over, self._how_others_left()
+            end.head = self._links.head()
+            outcome = end.outcome(view)
             lost = self._ending.lost if self._config.can_resume else None
-            if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
+            if (about := self._deaths.about(view)) and not (outcome.ok or end.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
             deaths = self._deaths.signatures(view) if lost else frozenset()
             fired = frozenset(view.injected)
@@ -664,6 +670,8 @@ class Supervisor:
         try:
             if not self._may_start(group) or (begun := self._begun(group)) is None:
                 return
+            for rank in group.ranks:
+                self._links.forget_exit(group.name, rank)
             children = self._launcher.start_group(group, begun, spare)
         except (OSError, BusError, SupervisorError) as error:
             text = why_not_started(group, error)
@@ -781,8 +789,7 @@ class Supervisor:
         if not child.alive:
             return
         code = child.exit_code()
-        child.left_early = code == 0 and self._deaths.is_early(child, self._groups, self._poll())
-        if code != 0 or child.left_early:
+        if code != 0:
             self._tell_dead(child, cause_of(code), by_itself=True)
         self._waits.unregister(child.fd)
         child.reap()
@@ -790,6 +797,11 @@ class Supervisor:
             self._reforming.spares.ended(child)
             return
         group = self._groups[child.group]
+        self._collect(child, group)
+        child.left_early = code == 0 and self._deaths.is_early(child, self._groups)
+        if child.left_early:
+            self._tell_dead(child, cause_of(code), by_itself=True)
+        self._links.publish_exit(child)
         if child.has_failed and not self._ending.has_begun:
             view = self._poll()
             self._deaths.tell(child, group, view)
@@ -807,6 +819,16 @@ class Supervisor:
         if not group.living:
             self._on_group_down(group)
 
+    def _collect(self, child: Child, group: Group) -> None:
+        """Derive how a child has ended, by its register, or by the view if it was killed."""
+        seen = self._poll().since(group.name, group.incs_before).get(child.rank)
+        child.collected(
+            self._links.read_exit(child),
+            step=0 if seen is None else seen.step,
+            took_part=seen is not None and seen.role != "joining",
+            replaces=child.rank in group.replaced,
+        )
+
     def _end_mates(self, lost: Child, group: Group) -> None:
         """End the rest of the group of a rank that was lost and is not replaced."""
         for mate in group.living:
@@ -819,9 +841,7 @@ class Supervisor:
     def _look_for_early_ends(self, view: JobView) -> None:
         """Restart groups with a rank that left the loop while other groups continue."""
         for group in self._groups.values():
-            early = [
-                child for child in group.children if self._deaths.has_been_left(child, group, view)
-            ]
+            early = [child for child in group.children if self._deaths.has_been_left(child, view)]
             if not early or group.evicted or not group.is_to_go_on or self._ending.has_begun:
                 continue
             for child in early:
@@ -842,7 +862,8 @@ class Supervisor:
                 is_known = child.was_killed or child.trainer.has_left
                 if seen is None or seconds < _OUTLIVES_S or is_known:
                     continue
-                has_left, limit = seen.has_left, self._config.drain_timeout
+                written, limit = self._links.read_exit(child), self._config.drain_timeout
+                has_left = written is not None and written.has_left
                 if has_left and seconds < limit and not self._ending.has_begun:
                     continue  # it may have work to do after the last step
                 text = "after its last step" if has_left else f"at step {seen.step}, before the end"
@@ -880,6 +901,7 @@ class Supervisor:
 
     def _replace(self, group: Group, lost: Child) -> bool:
         """Start a successor of ``lost``; return whether there is one."""
+        self._links.forget_exit(group.name, lost.rank)
         ends = self._ending.drain_until is not None  # a drain may have begun since the report
         child = None if ends else self._reforming.replace(group, lost, self._tail.view)
         if child is not None:
@@ -909,11 +931,15 @@ class Supervisor:
             return
         words = None if group.came_too_late and self._links.has_stages else group.error_place
         mistake = self._mistakes.ended(group.name, words, view.committed)
-        if mistake is None or not mistake.is_for_good(self._config):
+        can_resume, in_all = self._config.can_resume, self._config.groups_in_all
+        if mistake is None or not mistake.is_for_good(can_resume, in_all):
             self._look_whether_state_is_lost(group)
             if self._ending.drain_until is not None:
                 return
         if mistake is not None:
+            if mistake.may_be_the_states(self._config.is_soon(view.step)):
+                begun_at = self._config.resume_step
+                self._ending.lost = f"the job has ended soon after step {begun_at}"
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
@@ -1061,7 +1087,7 @@ class Supervisor:
         Returns:
             COMPLETE, DRAINED or FAILED; None if this does not depend on other groups.
         """
-        left = any(g.finished or g.has_left(self._tail.view) for g in self._groups.values())
+        left = any(g.finished or g.has_left for g in self._groups.values())
         if left or not self._ending.over or self._config.parts_in_all == len(self._groups):
             return None
         until = time.monotonic() + RELEASE_S
@@ -1248,7 +1274,7 @@ class Supervisor:
         left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
-        self._launcher.script.close()
+        self._launcher.close()
         self._diagnoser.close()
         reap_all(left)
         try:

@@ -17,11 +17,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.launching import SUCCESSOR, Launcher
 from fft.launch.supervisor.losses import holds
+from fft.launch.verdict import cause_of
 from fft.trace.tail import JobView
 from fft.util.files import claimed
 

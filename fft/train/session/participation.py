@@ -15,6 +15,7 @@ from fft.bus.token import JobToken
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
+from fft.messages.causes import LeaveReason
 from fft.messages.progress import FetchReport, IdleReport, TraceReport, fitting
 from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
@@ -42,6 +43,8 @@ class Participation:
         self.executor = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
         """Whether the launcher may replace lost ranks of this group, according to the trace."""
+        self.leave_reason = LeaveReason.SHUT_DOWN
+        """Why the process leaves by `leave`, if no commit has ended its part in the job."""
         self.group_bus: ErrorBus | None = None
         self._meets_at = ""
         """The store that has the bus of the group."""
@@ -77,6 +80,11 @@ class Participation:
         """Log a warning about the script, and trace it, so that `fft run` shows it once."""
         logger.warning("%s", text)
         self.note(name, {WARNING: text})
+
+    def has_ended(self, reason: LeaveReason) -> bool:
+        """Note why this process is to leave by `leave`; returns True."""
+        self.leave_reason = reason
+        return True
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Trace metrics of the script, and report the loss among them."""
@@ -180,7 +188,7 @@ class Participation:
     def leave(self) -> None:
         """End the engine, which leaves the job, if it is still in. Idempotent."""
         if self.engine is not None:
-            self.engine.close()
+            self.engine.close(reason=self.leave_reason)
 
     def close(self) -> None:
         """End the buses and the trace. Idempotent."""
