@@ -89,7 +89,8 @@ _END_S = 2.0
 
 
 class Adopter:
-    """Claims lost groups for one supervisor, which keeps ``room`` current and takes `claimed`."""
+    """Claims lost groups for one supervisor, which sets ``room`` and ``here``, and takes
+    `claimed`."""
 
     def __init__(self, config: RunConfig, links: Links, wake: Callable[[], None]) -> None:
         """Prepare the thread; `start` starts it.
@@ -98,7 +99,9 @@ class Adopter:
             wake: Called on the thread after a group was claimed.
         """
         self.room = 0
-        """Number of groups that the spares suffice for."""
+        """Number of parts of groups that the spares suffice for."""
+        self.here: frozenset[str] = frozenset()
+        """The groups that run here; a host has at most one part of a group."""
         self._links, self._wake = links, wake
         self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
@@ -154,7 +157,7 @@ class Adopter:
         missing = self._absent.look(self._links.bus)
         again, self._missed = missing & self._missed, missing
         now = time.monotonic()
-        for group in sorted(missing):
+        for group in sorted(missing - self.here):
             for name in (part_name(group, part) for part in range(self._parts)):
                 is_due = self._ask_at.get(name, now) <= now and group in again
                 if not is_due and not self._links.claims.is_silent(name):
@@ -768,6 +771,7 @@ class Supervisor:
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
         ready = 0 if self._ending.has_begun else self._reforming.spares.ready
+        self._adopter.here = frozenset(n for n, g in self._groups.items() if g.living)
         self._adopter.room = ready // self._config.local_ranks
         for name in self._adopter.claimed():
             which, part = part_named(name)
