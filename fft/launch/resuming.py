@@ -33,6 +33,7 @@ from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.supervisor.config import SupervisorError
+from fft.launch.supervisor.groups import Restarts
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.operate.entering import enter
@@ -173,8 +174,8 @@ class Resumptions:
         self._run = run
         self._say = say
         self._joins = joins
-        self._in_vain = 0
-        """Number of starts in a row that began at the same step as the one before."""
+        self._in_vain = Restarts()
+        """Starts in a row that began at the same step as the one before."""
         self._errors: frozenset[tuple[str, str]] = frozenset()
         """Errors of the script that ended the previous start."""
         self._last: tuple[JobOutcome, RunConfig] | None = None
@@ -236,20 +237,22 @@ class Resumptions:
                     "started again. Correct the script or its data, or skip the data of this "
                     f"step; logs: {config.trace_dir / 'logs'}"
                 )
-                return found, config
+                return replace(found, status=ExitStatus.NO_PROGRESS), config
             for line in found.lines:
                 self._say(line)
             resuming = replace(config, checkpoint=_resuming(given), trace_dir=traces)
             again = begun(resuming, self._joins)
-            is_stuck = again.resume_step == config.resume_step
-            self._in_vain = self._in_vain + 1 if is_stuck else 0
-            if self._in_vain > config.max_restarts:
+            if again.resume_step != config.resume_step:
+                self._in_vain.progressed()
+            elif self._in_vain.are_used_up(config.max_restarts, found.ended_by_error):
                 self._say(
-                    f"{self._in_vain} starts in a row have published no checkpoint: the job is not "
-                    "started again. Correct the cause of its deaths, or give a smaller --every; "
-                    f"logs: {config.trace_dir / 'logs'}"
+                    f"{self._in_vain.in_a_row + 1} starts in a row have published no "
+                    "checkpoint: the job is not started again. Correct the cause of its deaths, or "
+                    f"give a smaller --every; logs: {config.trace_dir / 'logs'}"
                 )
-                return found, config
+                return replace(found, status=ExitStatus.NO_PROGRESS), config
+            else:
+                self._in_vain.next(found.ended_by_error)
             step = again.resume_step
             where = "at the beginning" if step is None else f"from the checkpoint of step {step}"
             self._say(f"{found.lost}: the job starts again {where}")
