@@ -322,6 +322,10 @@ class EngineCore:
         """Queue an event."""
         self._inbox.append(event)
 
+    def regain_group_bus(self) -> None:
+        """Vote on the bus of the replica group again, because the group has a new one."""
+        self._ballots.regain()
+
     def step(self, now: float, answer: object = None) -> Call | None:
         """Run until the next bus call, or to the end of the current event.
 
@@ -810,6 +814,10 @@ class _Ballots:
             yield Delete(_old_slot(token), GROUP)
         except BusError as error:
             self._lose_group_bus(error)
+
+    def regain(self) -> None:
+        """Vote on the group's bus again, because the group has another one."""
+        self._has_group_bus = self._world > 1
 
     def _lose_group_bus(self, error: BusError) -> None:
         self._log.warning("votes of the group go to the job's bus from now on: %s", error)

@@ -35,6 +35,9 @@ class ExitStatus(IntEnum):
 DONE = (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS)
 """The statuses of a job whose work is done."""
 
+AGAIN = (ExitStatus.BUS_LOST, ExitStatus.DRAINED)
+"""The statuses of a job that resumes when it is started again."""
+
 RELEASE_S = 20.0
 """How long a supervisor may take to end after the last step, in seconds: it gives its processes
 time to write the last checkpoint. A supervisor that takes longer was lost with its host."""

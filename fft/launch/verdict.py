@@ -160,6 +160,13 @@ because another process or connection may help.
 """
 
 
+_OF_NO_STATE = (
+    *(SyntaxError, ImportError, UnfitCheckpoint, StateMismatch, GradientLayoutMismatch),
+    *(OtherSettings, RestartRefused),
+)
+"""Classes of errors that no other state of the job avoids."""
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A mistake in the script: whether it ends the job or one group, the reason and the place."""
@@ -175,6 +182,15 @@ class Mistake:
         """
         alone = can_resume and groups == 1
         return self.ends == "job" and is_the_scripts(self.place) and not alone
+
+    def may_be_the_states(self, is_soon: bool) -> bool:
+        """Return whether another state may help.
+
+        Args:
+            is_soon: The job began with its state just before.
+        """
+        is_known = any(map(self.place.is_a, _OF_NO_STATE)) or bool(self.place.item)
+        return self.ends == "job" and is_soon and not is_known
 
 
 def is_the_scripts(error: Place | None) -> bool:

@@ -116,7 +116,8 @@ class Hello:
     peer: Peer
     world: int
     store: str
-    """``host:port`` of its replica group's TCPStore; equal on all ranks of one group instance."""
+    """``host:port`` of its replica group's first TCPStore; equal on all ranks of one group
+    instance."""
     transport: str
     """Where its state can be fetched (the checkpoint transport's metadata)."""
     pid: int
@@ -136,6 +137,8 @@ class Hello:
     """The slice that the group's contribution is computed from, in an asynchronous job."""
     place: str = ""
     """The node or rack of the group, for the rules that choose groups; empty without them."""
+    home: str = ""
+    """``host:port`` of the TCPStore where the group meets, if it is no longer ``store``."""
 
 
 @dataclass(frozen=True, config=_CONFIG)

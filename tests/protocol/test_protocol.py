@@ -1645,6 +1645,40 @@ def test_signs_of_life_do_not_delay_a_joiner_without_its_mate() -> None:
     assert clean(job) == []
 
 
+def test_ranks_wait_for_mates_of_a_lost_host_as_long_as_the_job_goes_on() -> None:
+    job = Job(2, ranks=2, spans_hosts=True).until_running()
+    job.crash(job.node("1", 1))
+    job.settle()
+    alone = job.node("1", 0)
+    limit = alone.local.timers["quorum"]
+    job.step()
+    job.settle()
+    assert alone.local.state == "INIT" and alone.local.timers["quorum"] > limit
+    job.add("1", 1, 2, store="1.0", **job.config)
+    job.settle()
+    job.step()
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.live()) == 4
+    assert clean(job) == []
+
+
+def test_a_group_meets_at_the_store_of_its_first_rank() -> None:
+    job = Job(2, ranks=2).until_running()
+    assert [g.meets_at for g in job.history[-1].members] == ["0.0", "1.0"]
+    for rank, home in ((1, "other:1"), (0, "other:0")):
+        job.crash(job.node("1", rank))
+        job.settle()
+        job.add("1", rank, 2, store="1.0", home=home, **job.config)
+        job.settle()
+        job.step()
+        job.settle()
+        newest = [r for r in job.history if r.kind == "epoch"][-1]
+        meets = {g.group: g.meets_at for g in newest.members}
+        assert meets == {"0": "0.0", "1": "1.0" if rank else "other:0"}
+        assert {g.store for g in newest.members} == {"0.0", "1.0"}
+    assert clean(job) == []
+
+
 def test_a_whole_group_that_joins_waits_as_long_as_members_live() -> None:
     job = Job(2, ranks=2).until_running()
     mates = job.start_group("7")

@@ -63,6 +63,11 @@ class JobOutcome:
     """The exit status, or None to derive COMPLETE or FAILED from ``ok``."""
 
     @property
+    def ends(self) -> frozenset[tuple[str, str]]:
+        """Errors and deaths that may recur with the same state; SIGKILL comes from outside."""
+        return self.errors | {death for death in self.deaths if "SIGKILL" not in death[1]}
+
+    @property
     def exit_status(self) -> ExitStatus:
         """The exit status of `fft run`."""
         if self.status is not None:
@@ -98,14 +103,14 @@ class Judgement(JobEnd):
             "started again; begin a new job from a checkpoint"
         )
 
-    def note_interrupt(self, view: JobView, groups_in_all: int) -> None:
+    def note_interrupt(self, view: JobView, parts_in_all: int) -> None:
         """Record that the job was asked to end.
 
         It is a problem if no group has the state that the job had committed: the groups then leave
         in good order, but without that state. Groups on other hosts may have it.
         """
         self.asked_to_end = True
-        if groups_in_all > len(self.here):
+        if parts_in_all > len(self.here):
             return
         going = (g for g in self.here if view.committed_since(g.name, g.known_incs))
         has_running = not any(g.finished for g in self.here)
@@ -115,7 +120,7 @@ class Judgement(JobEnd):
                 f"{view.step} was committed, and none had committed since"
             )
 
-    def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
+    def have_all_finished(self, view: JobView, parts_in_all: int) -> bool:
         """Return whether all groups that had the state have ended well.
 
         A loop of torchft ends like this, because it has no last commit. A group that is being
@@ -124,7 +129,7 @@ class Judgement(JobEnd):
         done = [group for group in self.here if group.finished and not group.evicted]
         rest = [group for group in self.here if not group.finished]
         return (
-            groups_in_all == len(self.here)
+            parts_in_all == len(self.here)
             and view.committed
             and any(rank.step == view.step for group in done for rank in view.of(group.name))
             and not any(group.return_at_step is not None for group in done)

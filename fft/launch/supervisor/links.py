@@ -24,6 +24,7 @@ from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.ending import complete, head_of
 from fft.launch.supervisor.groups import Group
+from fft.launch.supervisor.spanning import GroupStarts
 from fft.messages.commands import (
     Answer,
     AnswerKind,
@@ -121,8 +122,8 @@ def why_refused(
     group = groups.get(command.group)
     if group is None:
         return f"no group {command.group!r} here; the groups: {', '.join(groups)}"
-    if command.rank is not None and command.rank >= group.ranks:
-        return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+    if command.rank is not None and command.rank >= group.world:
+        return f"no rank {command.rank} in group {group.name}; it has {group.world}"
     if is_ending:
         return "the job is ending"
     if group.loss is not None:
@@ -231,6 +232,7 @@ class Links:
 
     bus: ErrorBus
     claims: Claims
+    starts: GroupStarts
     commands: CommandEar
     progress: ProgressEar
     address: str
@@ -260,13 +262,14 @@ class Links:
         """Connect and start to listen. Raises BusError, after which `close` is needed as well."""
         self.bus = open_job_bus(url, self._token, bus_operation(url))
         self._undo.callback(self.bus.close)
+        self.starts = GroupStarts(self.bus)
         self.claims = Claims(self.bus, self._wake, self._serves)
         self._undo.callback(self.claims.close)
         self.commands = CommandEar(self.bus, self._wake)
         self._undo.callback(self.commands.close)
         self.progress = ProgressEar(self.bus)
         self._undo.callback(self.progress.close)
-        self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit)
+        self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit, sender=self.claims.id)
         self._undo.callback(self._hosts.close)
         self.address = own_address(url)
 

@@ -45,7 +45,9 @@ from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement
 from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
-from fft.launch.supervisor.reforming import Reforming
+from fft.launch.supervisor.reforming import Reforming, reforms
+from fft.launch.supervisor.script import Script
+from fft.launch.supervisor.spanning import GroupStart, part_name, part_named
 from fft.launch.supervisor.tee import Tee
 from fft.launch.verdict import Mistake, Mistakes, cause_of
 from fft.messages.commands import (
@@ -80,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 # --- adopting ---
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Interval between two reads of the epoch, in seconds."""
 _BAD_HOST = 5
 """How many times longer the spares of a bad host wait, so that those of others come first."""
@@ -91,7 +93,8 @@ _END_S = 2.0
 
 
 class Adopter:
-    """Claims lost groups for one supervisor, which keeps ``room`` current and takes `claimed`."""
+    """Claims lost groups for one supervisor, which sets ``room`` and ``here``, and takes
+    `claimed`."""
 
     def __init__(self, config: RunConfig, links: Links, wake: Callable[[], None]) -> None:
         """Prepare the thread; `start` starts it.
@@ -100,13 +103,16 @@ class Adopter:
             wake: Called on the thread after a group was claimed.
         """
         self.room = 0
-        """Number of groups that the spares suffice for."""
+        """Number of parts of groups that the spares suffice for."""
+        self.here: frozenset[str] = frozenset()
+        """The groups that run here; a host has at most one part of a group."""
         self._links, self._wake = links, wake
+        self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
-        others = [str(n) for n in range(config.groups_in_all) if n not in own]
+        others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
         is_bad = bad_hosts.is_bad(root_of(config.trace_dir))
         self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
-        self._can = bool(others) and config.spares >= config.ranks
+        self._can = bool(others) and config.spares >= config.local_ranks
         self._absent = Absent(others)
         self._missed: frozenset[str] = frozenset()
         self._ask_at: dict[str, float] = {}
@@ -150,19 +156,24 @@ class Adopter:
         return self._is_full() or group not in self._absent.look(self._links.bus)
 
     def _look(self) -> None:
-        """Claim one group that was missing in two looks in a row and whose holder is silent."""
+        """Claim one part of a group whose holder is silent.
+
+        The group was missing in two looks in a row, or the host of the holder has vanished.
+        """
         missing = self._absent.look(self._links.bus)
         again, self._missed = missing & self._missed, missing
         now = time.monotonic()
-        for group in sorted(again):
-            if self._ask_at.get(group, now) > now:
-                continue
-            if self._links.claims.adopt(group, partial(self._is_wanted_no_more, group)):
-                self._claimed.put(group)
-                self.room -= 1
-                self._wake()
-                return
-            self._ask_at[group] = time.monotonic() + _AGAIN_S
+        for group in sorted(missing - self.here):
+            for name in (part_name(group, part) for part in range(self._parts)):
+                is_due = self._ask_at.get(name, now) <= now and group in again
+                if not is_due and not self._links.claims.is_silent(name):
+                    continue
+                if self._links.claims.adopt(name, partial(self._is_wanted_no_more, group)):
+                    self._claimed.put(name)
+                    self.room -= 1
+                    self._wake()
+                    return
+                self._ask_at[name] = time.monotonic() + _AGAIN_S
 
 
 # --- fault plan watch ---
@@ -301,6 +312,8 @@ def _row(group: Group, view: JobView) -> Row:
 
 
 _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
+_PART_S = 0.1  # interval of checks whether part 0 of a group has begun on its host
+_FOLLOW_S = 0.5  # interval of reads of the starts of groups that other hosts have parts of
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
 _BUS_LOST_S = 60.0  # maximum duration of a bus outage
 _BUS_RETRY_S = 2.0  # pause before a group is started that could not be started without the bus
@@ -420,6 +433,7 @@ class Supervisor:
         services: Services | Joined,
         display: Display | None = None,
         token: JobToken | None = None,
+        script: Script | None = None,
     ) -> None:
         """Check the configuration and prepare the job.
 
@@ -429,6 +443,7 @@ class Supervisor:
             services: The bus and lighthouse.
             display: Shows the progress of the job.
             token: Token of the job, which children receive in their environment.
+            script: Starts the processes; later starts of the job use it, too.
 
         Raises:
             SupervisorError: The job cannot be started as asked.
@@ -437,13 +452,15 @@ class Supervisor:
         self._config, self._services, self._display = config, services, display
         first = config.first_group
         names = [str(number) for number in range(first, first + config.groups)]
-        self._groups = {name: Group(name, config.ranks) for name in names}
+        self._groups = {name: Group(name, config.ranks, config.local_ranks) for name in names}
         self._faults = PlannedFaults(config, plan, names)
         self._ending = Ending()
         self._told: set[str] = set()
         """Ids of commands that this supervisor sent itself."""
         self._too_slow: set[str] = set()
         """Slow ranks whose groups were restarted; a second restart would not help either."""
+        self._starts_at = 0.0
+        """Time of the next read of the starts of groups on several hosts, in seconds."""
         self._waits = Waits()
         serves, wake = not isinstance(services, Joined), partial(self._waits.wake, b"?")
         self._links = Links(token, config.host_limit, wake, serves)
@@ -456,7 +473,7 @@ class Supervisor:
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
-        self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._launcher = Launcher(config, services, token, self._hangs.fd, script)
         self._waits.register(self._launcher.tee)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
@@ -485,7 +502,10 @@ class Supervisor:
             self._links.open(self._services.bus_url)
             stops, takes_over = (lambda: self._ending.interrupted), self._config.take_over
             self._links.claims.begin(self._config.resume_step or 0)
-            self._links.claims.take(self._groups, takes_over, stops)
+            if self._config.parts == 1:
+                self._links.claims.take(self._groups, takes_over, stops)
+            else:
+                self._take_parts(stops)
             if self._ending.interrupted:
                 text = "interrupted before anything was started"
                 return self._ended(JobOutcome(True, (text,), status=ExitStatus.DRAINED))
@@ -511,6 +531,12 @@ class Supervisor:
             return self._ended(replace(outcome, lost=lost, fired=fired, deaths=deaths))
         finally:
             self._end()
+
+    def _take_parts(self, is_asked: Callable[[], bool]) -> None:
+        """Claim a part of each group, which other hosts have the rest of. Raises GroupHeld."""
+        for group in self._groups.values():
+            part = self._links.claims.take_part(group.name, self._config.parts, is_asked)
+            group.part = part or 0
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
         """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
@@ -545,6 +571,7 @@ class Supervisor:
             else:
                 self._on_interrupts(self._waits.interrupts())
         self._obey()
+        self._follow_starts()
         for rank in self._links.progress.too_slow(self._config.evict_stragglers) - self._too_slow:
             self._restart_straggler(rank)
         self._look()
@@ -648,11 +675,11 @@ class Supervisor:
         is_new = group.is_adopted and is_first
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
-            if not self._may_start(group):
+            if not self._may_start(group) or (begun := self._begun(group)) is None:
                 return
-            for rank in range(group.ranks):
+            for rank in group.ranks:
                 self._links.forget_exit(group.name, rank)
-            children = self._launcher.start_group(group, self._links.address, spare)
+            children = self._launcher.start_group(group, begun, spare)
         except (OSError, BusError, SupervisorError) as error:
             text = why_not_started(group, error)
             if is_first and not group.is_adopted:
@@ -662,6 +689,59 @@ class Supervisor:
             return
         for child in children:
             self._waits.look_after(child)
+
+    def _begun(self, group: Group) -> GroupStart | None:
+        """Begin the next start of the group, or take its part in one that other hosts have begun.
+
+        Returns:
+            The start, or None if the group is to be started later, because part 0 has not begun.
+
+        Raises:
+            BusError: The store cannot be started, or the bus cannot be reached.
+        """
+        serve = partial(group.serve, self._links.address)
+        if not group.spans:
+            home = serve()
+            return GroupStart(group.starts + 1, home, home)
+        is_in_vain = group.is_successor and not self._has_committed(group)
+        found = self._links.starts.begin(group.name, group.part, serve, is_in_vain)
+        if found is None:
+            group.restart_at = time.monotonic() + _PART_S
+            return None
+        begun, group.is_successor = found
+        return begun
+
+    def _follow_starts(self) -> None:
+        """Follow the starts of groups that other hosts have parts of."""
+        now = time.monotonic()
+        groups = [group for group in self._groups.values() if group.spans and group.living]
+        if now < self._starts_at or not groups or self._ending.has_begun:
+            return
+        self._starts_at = now + _FOLLOW_S
+        try:
+            for group in groups:
+                self._follow(group)
+            self._ending.outage.answered()
+        except (BusError, SupervisorError) as error:
+            if not self._ending.outage.has_begun:
+                logger.warning("cannot see the starts of groups on other hosts: %s", error)
+            if isinstance(error, BusUnreachable):
+                self._on_bus_failure(error)
+
+    def _follow(self, group: Group) -> None:
+        begun = self._links.starts.read(group.name)
+        if begun is None or not group.is_to_go_on:
+            return
+        if begun.number != group.begun.number:
+            text = "the group is started again on all of its hosts"
+            logger.warning("group %s: %s", group.name, text)
+            group.is_superseded = True
+            self._kill(group.living, text)
+            return
+        group.begun = begun
+        may_reform = self._config.reform and reforms(group, self._tail.view)
+        if begun.reforms != may_reform and (begun.reforms or self._has_committed(group)):
+            self._links.starts.note(group.name, begun.number, may_reform)
 
     def _may_start(self, group: Group) -> bool:
         """Return whether this supervisor still holds ``group``.
@@ -673,7 +753,7 @@ class Supervisor:
             BusError: The bus fails in another way, or at the first start.
         """
         try:
-            is_ours = self._links.claims.keeps(group.name)
+            is_ours = self._links.claims.keeps(group.claim)
         except BusUnreachable as error:
             if group.starts == 0 and not group.is_adopted:
                 raise
@@ -698,11 +778,14 @@ class Supervisor:
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
         ready = 0 if self._ending.has_begun else self._reforming.spares.ready
-        self._adopter.room = ready // self._config.ranks
+        self._adopter.here = frozenset(n for n, g in self._groups.items() if g.living)
+        self._adopter.room = ready // self._config.local_ranks
         for name in self._adopter.claimed():
-            if self._ending.has_begun or (name in self._groups and self._groups[name].living):
+            which, part = part_named(name)
+            if self._ending.has_begun or (which in self._groups and self._groups[which].living):
                 continue  # the claim is released at the end
-            group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
+            form = self._config.ranks, self._config.local_ranks
+            group = self._groups[which] = Group(which, *form, part, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
             text = f"group {name} was silent, and was taken over by {bad_hosts.own_name()}"
             if host := self._links.claims.lost_hosts.get(name):
@@ -741,7 +824,8 @@ class Supervisor:
                 self._judgement.hopeless = True
                 self._judgement.no_progress = any(g.starts > 1 for g in self._groups.values())
                 self._end_in_vain("ranks die at the same step again", in_order=False)
-        if code < 0 and child.is_replaced and group.living and self._replace(group, child):
+        has_mates = group.living or group.spans
+        if code < 0 and child.is_replaced and has_mates and self._replace(group, child):
             return
         if child.has_failed:
             self._end_mates(child, group)
@@ -750,7 +834,7 @@ class Supervisor:
 
     def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
         """Remember that this host, or another one, takes part or had a loss."""
-        if self._config.groups_in_all > self._config.groups:  # there are other hosts
+        if self._config.parts_in_all > self._config.groups:  # there are other hosts
             bad_hosts.mark(root_of(self._config.trace_dir), host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
@@ -826,7 +910,7 @@ class Supervisor:
 
     def _may_replace(self, group: Group, lost: Child) -> bool:
         """Return whether ``lost`` may be replaced. A no is checked with the newest traces."""
-        if group.ranks == 1 or not self._config.reform:
+        if group.world == 1 or not self._config.reform:
             return False
         groups = self._groups.values()
         return self._reforming.may_replace(
@@ -856,6 +940,9 @@ class Supervisor:
             return
         if self._ending.has_begun or group.evicted:
             return
+        if group.is_superseded:
+            group.is_superseded, group.restart_at = False, time.monotonic()
+            return
         if group.finished:
             step = return_step(self._faults.plan, group.name, view, self._faults.drains_seen)
             group.return_at_step = step or group.return_at_step
@@ -868,6 +955,9 @@ class Supervisor:
             if self._ending.drain_until is not None:
                 return
         if mistake is not None:
+            if mistake.may_be_the_states(self._config.is_soon(view.step)):
+                begun_at = self._config.resume_step
+                self._ending.lost = f"the job has ended soon after step {begun_at}"
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
@@ -903,7 +993,7 @@ class Supervisor:
     def _say_what_nobody_holds(self, group: Group) -> None:
         """Log that ``group`` is restarted although no process can give it the state."""
         view, groups = self._tail.view, self._groups.values()
-        is_whole = self._config.groups_in_all == len(groups)
+        is_whole = self._config.parts_in_all == len(groups)
         if not is_whole or not view.committed or any(each.finished for each in groups):
             return
         if (rank := lost_shard(groups, view)) is not None:
@@ -987,7 +1077,7 @@ class Supervisor:
         if last is not None:
             self._end_who_waits(inside=last)
         elif have_all_ended or self._judgement.have_all_finished(
-            self._tail.view, self._config.groups_in_all
+            self._tail.view, self._config.parts_in_all
         ):
             self._end_who_waits(set())
 
@@ -1018,7 +1108,7 @@ class Supervisor:
             COMPLETE, DRAINED or FAILED; None if this does not depend on other groups.
         """
         left = any(g.finished or g.has_left for g in self._groups.values())
-        if left or not self._ending.over or self._config.groups_in_all == len(self._groups):
+        if left or not self._ending.over or self._config.parts_in_all == len(self._groups):
             return None
         until = time.monotonic() + RELEASE_S
         try:
@@ -1047,7 +1137,7 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._ending.drain_until is None:
-                self._judgement.note_interrupt(self._tail.view, self._config.groups_in_all)
+                self._judgement.note_interrupt(self._tail.view, self._config.parts_in_all)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
@@ -1086,8 +1176,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         for loss in self._links.claims.losses():
-            if loss.group in self._groups:
-                self._hand_over(self._groups[loss.group], loss)
+            ours = (group for group in self._groups.values() if group.claim == loss.group)
+            if (group := next(ours, None)) is not None:
+                self._hand_over(group, loss)
             else:  # adopted from a lost host, and never started
                 self._links.claims.yielded(loss)
         for command in self._links.commands.take():
@@ -1205,7 +1296,7 @@ class Supervisor:
         left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
-        self._launcher.script.close()
+        self._launcher.close()
         self._diagnoser.close()
         reap_all(left)
         try:

@@ -60,9 +60,10 @@ class Checkpointer(CheckpointHooks):
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
-        refuse_at_once(plan, self.checkpoints, rank.scope)
         self._rank, self._job, self._state = rank, rank.job, rank.state
-        self._loader = Loader(plan, self.checkpoints, rank)
+        source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
+        refuse_at_once(plan, source, rank.scope)
+        self.loader = Loader(plan, source, rank)
         self._copies = Copies(rank.state)
         self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         peer, tell = rank.job.peer, rank.job.report_checkpoint
@@ -86,7 +87,7 @@ class Checkpointer(CheckpointHooks):
 
     def resume(self) -> None:
         """See `Loader.resume`."""
-        self._loader.resume()
+        self.loader.resume()
 
     def joined(self) -> None:
         """Mark the store as in use, and trace the checkpoint that the job resumed from.
@@ -98,7 +99,7 @@ class Checkpointer(CheckpointHooks):
         except OSError as error:
             place = self.checkpoints.store.url
             logger.warning("others cannot see that this process writes at %s: %s", place, error)
-        self._loader.trace()
+        self.loader.trace()
 
     def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
         """Announce a checkpoint for this txn if this rank announces checkpoints and one is due."""
@@ -217,7 +218,7 @@ class Checkpointer(CheckpointHooks):
             rank.scope.by_rank,
             spec.name,
             spec.digest(),
-            self._loader.origin,
+            self.loader.origin,
             rank.settings.expected_groups,
             rank.groups.mesh_text,
             rank.state.paradigm.items_per_step,
