@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the public names; `_HOMES` is read from these lines
     from fft.train.data.loaders import StreamLoader as StreamLoader
     from fft.train.data.source import DataSource as DataSource
     from fft.train.data.source import Due as Due
+    from fft.train.data.source import Loader as Loader
     from fft.train.paradigms.periodic.algorithms import DiLoCo as DiLoCo
     from fft.train.paradigms.periodic.algorithms import LocalSGD as LocalSGD
     from fft.train.paradigms.stages.input import StageInput as StageInput

@@ -470,6 +470,11 @@ class _Found(NamedTuple):
     excused: frozenset[str]
 
     @property
+    def stuck(self) -> bool:
+        """Whether restarts in a row have committed nothing, and no group has ended well."""
+        return self.job.no_progress and not self.job.finished
+
+    @property
     def drained(self) -> list[GroupEnd]:
         """The finished groups that were drained."""
         return [group for group in self.job.finished if group.is_drained]
@@ -483,7 +488,7 @@ class _Found(NamedTuple):
 STATUS: tuple[Row[_Found, ExitStatus | None], ...] = (
     Row("bus lost after the end", lambda f: f.job.bus_is_lost and f.job.at_end, FEWER_GROUPS),
     Row("bus lost", lambda f: f.job.bus_is_lost, ExitStatus.BUS_LOST),
-    Row("no progress", lambda f: f.job.no_progress, ExitStatus.NO_PROGRESS),
+    Row("no progress", lambda f: f.stuck, ExitStatus.NO_PROGRESS),
     Row("problems", lambda f: not f.excused.issuperset(f.lines), ExitStatus.FAILED),
     Row("plan finished", lambda f: f.job.is_plan_through and not f.lines, ExitStatus.COMPLETE),
     Row("plan without a group", lambda f: f.job.is_plan_through, ExitStatus.FAILED),

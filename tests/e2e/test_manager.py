@@ -616,7 +616,8 @@ def test_loader_without_state_refuses_a_late_group_with_the_reason(two: Job) -> 
             reached.set()
 
     def train(member: Member) -> None:
-        member.train(None, itertools.repeat(torch.arange(4)), body, replay_only=True)
+        endless = fft.Loader(itertools.repeat(torch.arange(4)), replay_only=True)
+        member.train(None, endless, body)
 
     first = two.member("0", expected_groups=1).start(train)
     assert reached.wait(30)

@@ -485,7 +485,7 @@ def test_deaths_at_one_step_end_the_job_in_the_third_round(run_job: StartJob, st
                 victim = stage.enter(1)["1", "0"]
                 trace(job, 1, 0, inc, at_work(5, inc, ["0", "1"]))
         verdict = job.verdict()
-    assert verdict.exit_status == ExitStatus.FAILED
+    assert verdict.exit_status == ExitStatus.NO_PROGRESS
     assert "3 processes died at step 5" in verdict.lines[0]
     assert "group 1 rank 0 by SIGSEGV" in verdict.lines[0]
     assert verdict.lines[0].endswith("item 77 kills me; the job was ended")
@@ -668,9 +668,9 @@ def test_signal_goes_to_the_wrapper_if_its_trainer_ends_meanwhile(
 @pytest.mark.parametrize("here", [0, 1])
 def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
     """Its groups, if it has any, have been started again; another host may have the state."""
-    groups = [Group(str(number), 1) for number in range(here)]
+    groups = [Group(str(number), 1, 1) for number in range(here)]
     judgement = Judgement(here=groups, plan=FaultPlan(faults=[]), has_services=False)
-    judgement.note_interrupt(JobView(committed=True), groups_in_all=2)
+    judgement.note_interrupt(JobView(committed=True), parts_in_all=2)
     assert judgement.asked_to_end and judgement.problems == []
 
 

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from fft.bus import ErrorBus
 from fft.errors import BusError
 from fft.health.hosts import beats
+from fft.launch.bad_hosts import own_name
 from fft.launch.supervisor.config import GroupHeld, SupervisorError
 from fft.launch.supervisor.spanning import part_name
 from fft.messages.codec import Codec
@@ -105,9 +106,11 @@ class Claims:
             serves: The bus ends with this process, so it keeps at least one group.
         """
         self._bus, self._wake, self._serves = bus, wake, serves
+        self.lost_hosts: dict[str, str] = {}
+        """The host of the silent supervisor from which each group was taken."""
         self.id = fresh_id()
         """Name of this supervisor, also as a sender of heartbeats."""
-        self._me = Holder(self.id, socket.gethostname(), os.getpid())
+        self._me = Holder(self.id, socket.gethostname(), os.getpid(), own_name())
         self.status: int | None = None
         """Exit status of this supervisor, which `close` writes to the registers of its groups."""
         self._mine: dict[str, bytes] = {}
@@ -371,6 +374,7 @@ class Claims:
         for group, (held, holder) in others.items():
             logger.warning("group %s is taken over: %s does not answer", group, holder)
             self._set(group, held)
+            self.lost_hosts[group] = holder.node
             # a holder that was only stopped receives this when it continues
             self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             if _is_gone(holder):

@@ -32,12 +32,13 @@ from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
+from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import GroupHeld, RunConfig, SupervisorError
-from fft.launch.supervisor.culprit import Diagnoser
+from fft.launch.supervisor.culprit import EVICTED_BY, Diagnoser
 from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
@@ -73,6 +74,7 @@ from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
 from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
+from fft.trace.starts import root_of
 from fft.trace.tail import Injected, JobView, TraceTail
 from fft.util.log_sampler import LogSampler
 
@@ -83,6 +85,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Interval between two reads of the epoch, in seconds."""
+_BAD_HOST = 5
+"""How many times longer the spares of a bad host wait, so that those of others come first."""
 _AGAIN_S = 15.0
 """Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
 restarts the group itself."""
@@ -118,6 +122,8 @@ class Adopter:
         self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
         others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
+        is_bad = bad_hosts.is_bad(root_of(config.trace_dir))
+        self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
         has_spares = config.spares >= config.local_ranks
         self._can = bool(others) and (has_spares or config.parts > 1)
         self._absent = Absent(others)
@@ -149,7 +155,7 @@ class Adopter:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(self._interval_s):
             try:
                 if not self._is_full():
                     self._look()
@@ -191,12 +197,8 @@ class Adopter:
         So one group is whole again, and not two are broken. It is the one with the fewest lost
         parts, by hosts of the one with the most. Another group must have the state meanwhile.
         """
-        claims, missing, now = (
-            self._links.claims,
-            self._absent.look(self._links.bus),
-            time.monotonic(),
-        )
-        self._missed = missing
+        claims, now = self._links.claims, time.monotonic()
+        self._missed = missing = self._absent.look(self._links.bus)
         names = {g: [part_name(g, part) for part in range(self._parts)] for g in missing}
         lost = {g: [name for name in names[g] if claims.is_silent(name)] for g in names}
         broken = sorted((g for g in lost if lost[g]), key=lambda g: (len(lost[g]), int(g)))
@@ -530,6 +532,7 @@ class Supervisor:
         """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._faults.plan)
+        self._mark("here", "")
         if self._judgement.has_services:
             forget_ends(self._config.trace_dir)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
@@ -840,6 +843,9 @@ class Supervisor:
             form = self._config.ranks, self._config.local_ranks
             group = self._groups[which] = Group(which, *form, part, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
+            text = f"group {name} was silent, and was taken over by {bad_hosts.own_name()}"
+            if host := self._links.claims.lost_hosts.get(name):
+                self._mark("lost", text, host)
             self._start(group)
 
     def _lend(self, group: Group, to: str) -> None:
@@ -873,12 +879,15 @@ class Supervisor:
         self._links.publish_exit(child)
         if child.has_failed and not self._ending.has_begun:
             view = self._poll()
-            self._deaths.tell(child, group, view)
+            if self._deaths.tell(child, group, view):
+                who = f"group {group.name} rank {child.rank}"
+                self._mark("lost", f"{who} died by {cause_of(code)} at step {view.step}")
             if (verdict := self._deaths.verdict(view)) is not None:
                 self._judgement.problems.append(
                     f"{verdict}; {self._judgement.what_ended} was ended"
                 )
                 self._judgement.hopeless = True
+                self._judgement.no_progress = any(g.starts > 1 for g in self._groups.values())
                 self._end_in_vain("ranks die at the same step again", in_order=False)
         has_mates = group.living or group.spans
         if code < 0 and child.is_replaced and has_mates and self._replace(group, child):
@@ -887,6 +896,11 @@ class Supervisor:
             self._end_mates(child, group)
         if not group.living:
             self._on_group_down(group)
+
+    def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
+        """Remember that this host, or another one, takes part or had a loss."""
+        if self._config.parts_in_all > self._config.groups:  # there are other hosts
+            bad_hosts.mark(root_of(self._config.trace_dir), host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
         """Derive how a child has ended, by its register, or by the view if it was killed."""
@@ -983,7 +997,7 @@ class Supervisor:
         view = self._poll(is_sure=True)
         self._forget_mistakes()
         if self._has_committed(group):
-            group.pauses.progressed()
+            group.restarts.progressed()
         if group.loss is not None:
             self._links.claims.yielded(group.loss)
         if group.eviction is not None:
@@ -1022,10 +1036,12 @@ class Supervisor:
 
     def _start_later(self, group: Group, problem: str) -> None:
         """Restart the group after a pause, or give it up if it has no restart left."""
-        if group.pauses.restarts < self._config.max_restarts:
+        if not group.restarts.are_used_up(self._config.max_restarts, group.ended_by_error):
             group.start_later()
-        else:
-            self._give_up(group, problem)
+            return
+        if group.restarts.in_a_row:
+            group.stuck_at = self._tail.view.progress
+        self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
         """End the job if, after the end of ``group``, no process has or can get the state."""
@@ -1266,6 +1282,8 @@ class Supervisor:
         """Ask the processes to end; `_check_deadlines` and `_on_group_down` do the rest."""
         group = self._groups[command.group]
         logger.info("group %s is evicted by %s", group.name, command.by)
+        if command.by == EVICTED_BY:
+            self._mark("excluded", f"group {group.name} was evicted by {command.by}")
         group.restart_at = group.return_at_step = None
         group.eviction = command
         living = [c for c in group.living if command.rank in (None, c.rank)]
@@ -1294,7 +1312,7 @@ class Supervisor:
 
     def _restart_straggler(self, rank: str) -> None:
         """Restart the group of ``rank`` if the job can continue without it meanwhile."""
-        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        command = Evict(fresh_id(), rank.rpartition("/")[0], EVICTED_BY, restart=True)
         others = [g for g in self._groups.values() if g.living and g.name != command.group]
         if self._refusal(command) is not None or len(others) < self._config.min_groups:
             return

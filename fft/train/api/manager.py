@@ -29,8 +29,7 @@ from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train.api.parts import Parts
 from fft.train.api.torchft_interface import ShutDownAtExit, TorchftInterface
-from fft.train.data.sharded import Sharded
-from fft.train.data.source import Identify
+from fft.train.data.source import settings_of
 from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
@@ -503,16 +502,7 @@ class ManagerFFT(TorchftInterface):
                 )
         return groups.mesh(layout)
 
-    def transactions(
-        self,
-        loader: Any,
-        max_steps: int | None = None,
-        replay_only: bool = False,
-        *,
-        identify: Identify | None = None,
-        sharded: Sharded | None = None,
-        global_batch: int | None = None,
-    ) -> Iterator[Transaction]:
+    def transactions(self, loader: Any, max_steps: int | None = None) -> Iterator[Transaction]:
         """Yield transactions until the job has finished or this group has drained.
 
         After a rollback the next transaction repeats the step. It has the same batch, unless the
@@ -521,33 +511,22 @@ class ManagerFFT(TorchftInterface):
         Args:
             loader: ``fft.CursorLoader``, ``fft.StreamLoader`` (their workers end with this
                 iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
-                ``state_dict``/``load_state_dict``, which every rank draws in full.
+                ``state_dict``/``load_state_dict``, which every rank draws in full. ``fft.Loader``
+                adds settings to a loader, for example for one over a shard of the data.
             max_steps: end the job after this many committed steps.
-            replay_only: accept any iterable; no group can join later, and the run cannot be
-                resumed.
-            identify: function that returns the identity of a batch, such as its sample ids. FFT
-                compares the identities, instead of the contents, between the ranks that draw the
-                same items. For loaders with random augmentation. The trace contains the ids.
-            sharded: ``"group"``: each group passes a stateful loader over its own shard of the
-                data, from which each of its ranks takes its item. ``"rank"``: each rank passes a
-                loader over its own shard; ranks that share a batch by `mesh` pass equal loaders.
-                None: all ranks pass a loader over the whole data.
-            global_batch: number of samples in each step, on all groups together, whatever their
-                number: a multiple of the samples in one batch of each rank of a group. The step
-                function loops over ``txn.batches``. None: each group takes one batch for each of
-                its ranks, so a step has fewer samples while a group is away.
 
         Raises:
-            DataError: ``loader`` could not be restored, or cannot make up ``global_batch``.
+            DataError: ``loader`` could not be restored, or cannot make up its ``global_batch``.
             UnequalData: ranks that must draw the same items have drawn different ones.
             FftError: a registered model averages its gradients in a way that FFT does not support,
                 or a pipeline's schedule is not registered.
         """
+        data = settings_of(loader)
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
         self._parts.paradigm.refuse_unregistered()
-        self._parts.loop.fix_batch(loader, global_batch, sharded)
-        return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
+        self._parts.loop.use_data(data)
+        return self._parts.loop.run(data, max_steps)
 
     def live(self) -> LiveBlock:
         """Return a block that all members of the job finish, or that fails on all of them.

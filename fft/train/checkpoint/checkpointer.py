@@ -30,7 +30,7 @@ from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.loading import Loader, refuse_at_once
+from fft.train.checkpoint.loading import CheckpointLoader, refuse_at_once
 from fft.train.checkpoint.writer import NAME, RankWriter, WriteAttempt, WriterContext, Writers
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
 from fft.train.session.rank_context import RankContext
@@ -63,7 +63,7 @@ class Checkpointer(CheckpointHooks):
         self._rank, self._job, self._state = rank, rank.job, rank.state
         source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
         refuse_at_once(plan, source, rank.scope)
-        self.loader = Loader(plan, source, rank)
+        self.loader = CheckpointLoader(plan, source, rank)
         self._copies = Copies(rank.state)
         self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         peer, tell = rank.job.peer, rank.job.report_checkpoint
@@ -86,7 +86,7 @@ class Checkpointer(CheckpointHooks):
         return self._writers.is_writing
 
     def resume(self) -> None:
-        """See `Loader.resume`."""
+        """See `CheckpointLoader.resume`."""
         self.loader.resume()
 
     def joined(self) -> None:

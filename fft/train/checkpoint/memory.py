@@ -32,7 +32,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.contents import COPY_LIMIT_S, Copies, Snapshot, write_rank
-from fft.train.checkpoint.loading import Loader
+from fft.train.checkpoint.loading import CheckpointLoader
 from fft.train.checkpoint.writer import WorkerPool, position_of
 from fft.train.session.checkpoint_schedule import is_first
 from fft.train.session.rank_context import RankContext
@@ -117,10 +117,10 @@ class MemoryCopies(CheckpointHooks):
         self._was_busy = False
         self._pace = Pace()
         self._is_off = bool(rank.scope.by_rank)  # stages have no common commit
-        self._loader: Loader | None = None
+        self._loader: CheckpointLoader | None = None
         if plan.resume is not None and durable is None:
             given = Checkpointing(plan.place, resume=plan.resume)
-            self._loader = Loader(given, Checkpoints(self._store), rank)
+            self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
 
     def resume(self) -> None:
         """See `CheckpointHooks.resume`."""
