@@ -52,6 +52,10 @@ _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_defau
 _ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
 _GROUPS = Annotated[int, typer.Option("--groups", "--nnodes", min=0, help="Replica groups.")]
 _RANKS = Annotated[int, typer.Option("--ranks", "--nproc-per-node", min=1, help="Ranks per group.")]
+_RANKS_PER_HOST = Annotated[
+    int | None,
+    _option(_MACHINES, "Ranks of a group on each host, if it has several.", metavar="N"),
+]
 _MIN_GROUPS = Annotated[int, _option(None, "Drain below this number of usable groups.")]
 _TIMEOUT = Annotated[float | None, _option(None, "Kill the job after these seconds.", metavar="S")]
 _DRAIN_TIMEOUT = Annotated[float, _option(None, "Longest drain, in seconds.", metavar="S")]
@@ -283,6 +287,7 @@ def run(
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     join: _JOIN = False,
+    ranks_per_host: _RANKS_PER_HOST = None,
     first_group: _FIRST_GROUP = 0,
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,

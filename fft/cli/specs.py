@@ -41,14 +41,23 @@ def graph(
     put(text.rstrip("\n") + "\n")
 
 
-def check_spec(spec: Annotated[str, SPEC]) -> None:
+def check_spec(
+    spec: Annotated[str, SPEC],
+    state: Annotated[
+        str | None, typer.Option(help="Print all reactions of this state, such as HEALING.forming.")
+    ] = None,
+) -> None:
     """Validate a spec and print its parameter groups, votes, states and number of rows."""
+    from fft.protocol.graph import reactions
     from fft.protocol.load import load_machine
     from fft.protocol.scopes import flow_in_words, in_words
     from fft.protocol.spec import FsmSpec
 
     with plain_errors():
         loaded = load_machine(spec)
+        if state is not None:
+            put("\n".join(reactions(loaded, state)) + "\n")
+            return
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
     states = ", ".join(loaded.leaves)

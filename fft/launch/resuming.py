@@ -348,7 +348,7 @@ class Resumptions:
         In a job of several hosts nothing is renamed, because the traces of this host may lack
         comparisons.
         """
-        taint, is_whole = found.taint, config.groups_in_all == config.groups
+        taint, is_whole = found.taint, config.parts_in_all == config.groups
         if taint is None or config.checkpoint is None or not is_whole:
             return True
         store, sound = open_store(str(config.checkpoint.place)), config.resume_step or 0

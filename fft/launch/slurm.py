@@ -8,6 +8,7 @@ has ended.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -134,7 +135,8 @@ until [ -s "$run/bus" ]; do
   tick
 done
 export "$(< "$run/bus")"
-"${fft[@]}" run "${options[@]}" --first-group "$SLURM_ARRAY_TASK_ID" --groups 1 "${script[@]}" &
+"${fft[@]}" run "${options[@]}" --groups 1 \\
+  --first-group "$((SLURM_ARRAY_TASK_ID / @PARTS_OF_GROUP@))" "${script[@]}" &
 child=$!
 while alive "$child"; do wait "$child"; done
 wait "$child"
@@ -193,7 +195,8 @@ class SlurmJob:
     def group_script(self) -> str:
         """Return the script of the array whose tasks are the groups."""
         options = [*self._options("group-%a.out"), "--nodes=1", "--ntasks=1"]
-        options.append(f"--array=0-{self.placement.groups - 1}")
+        tasks = self.placement.groups * self.placement.parts_of_group
+        options.append(f"--array=0-{tasks - 1}")
         return self._filled(_GROUP, [*options, *self.sbatch])
 
     def _options(self, output: str, suffix: str = "") -> list[str]:
@@ -232,11 +235,10 @@ class SlurmJob:
             "SCRIPT": shlex.join(self.script),
             "RUN_OPTIONS": shlex.join(run),
             "GROUPS": str(self.placement.groups),
+            "PARTS_OF_GROUP": str(self.placement.parts_of_group),
         }
-        text = _HEAD + text
-        for name, value in values.items():
-            text = text.replace(f"@{name}@", value)
-        return text
+        # in one pass, so that an argument of the script that looks like a name stays as it is
+        return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
 
 
 assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node

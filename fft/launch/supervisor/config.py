@@ -40,6 +40,8 @@ class HostOptions:
     """Number of the first group on this host; other hosts have other numbers."""
     all_groups: int | None = None
     """Number of groups on all hosts; by default ``first_group + groups``."""
+    ranks_per_host: int | None = None
+    """Number of ranks of a group on one host, or None for all of them."""
     host_limit: float = HOST_LIMIT_S
     """Maximum silence of this host after which the other hosts continue without it."""
     take_over: bool = False
@@ -133,11 +135,13 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
         if not self.script or not Path(self.script[0]).is_file():
             named = self.script[0] if self.script else ""
             raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
-        is_complete = joins and self.spares >= self.ranks > 0 and self.all_groups
+        self._check_parts(joins)
+        is_complete = joins and self.spares >= self.local_ranks > 0 and self.all_groups
         if self.groups == 0 and not is_complete:
             raise SupervisorError(
                 "--groups 0 is a host of spares only: give --join, --all-groups, and at least as "
-                f"many --spares as a group has ranks ({self.ranks}); found {self.spares}"
+                f"many --spares as a group has ranks on a host ({self.local_ranks}); found "
+                f"{self.spares}"
             )
         if self.groups and not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(
@@ -170,6 +174,39 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
                 f"--reform-window {self.reform_window:g}: expected a number of seconds, at least 0"
             )
 
+    def _check_parts(self, joins: bool) -> None:
+        given = self.ranks_per_host
+        if given is None:
+            return
+        if given < 1 or self.ranks % given:
+            raise SupervisorError(
+                f"--ranks-per-host {given}: expected a divisor of --ranks {self.ranks}, so that "
+                "all hosts of a group have the same number of its ranks"
+            )
+        if self.parts > 1 and (not joins or self.take_over):
+            unfit = "--take-over" if joins else "a job without --join"
+            raise SupervisorError(
+                f"--ranks-per-host {given}: a group on {self.parts} hosts is not possible with "
+                f"{unfit}; serve the bus by `fft serve`, give --join on each host, and leave out "
+                "--take-over"
+            )
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks of a group on one host."""
+        return self.ranks_per_host or self.ranks
+
+    @property
+    def parts(self) -> int:
+        """Number of hosts of each group."""
+        return self.ranks // self.local_ranks
+
+    @property
+    def parts_in_all(self) -> int:
+        """Number of parts of all groups of the job; equal to that of the groups here if this host
+        has the whole job."""
+        return self.groups_in_all * self.parts
+
     @property
     def groups_in_all(self) -> int:
         """Number of groups of the job on all hosts."""
@@ -197,7 +234,7 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
     @property
     def can_resume(self) -> bool:
         """Whether a job that has lost its state resumes from another one; only on one host."""
-        if not self.auto_resume or self.groups_in_all != self.groups:
+        if not self.auto_resume or self.parts_in_all != self.groups:
             return False
         return self.checkpoint is not None or self.has_copies
 

@@ -35,6 +35,7 @@ from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
 from fft.train.guard.torchft_adapter import TorchftAdapter
+from fft.train.limits import Feature
 from fft.train.process_groups.mesh_layout import MeshLayout
 from fft.train.session.lighthouse import init_torchft_manager
 from fft.train.session.settings import ManagerConfig, read_settings, refuse_unknown
@@ -236,7 +237,7 @@ class ManagerFFT(TorchftInterface):
         """
         model = unwrapped(model)
         torch_ddp.refuse_unfit(model)
-        self._parts.paradigm.refuse_sync()
+        self._parts.features.use(Feature.SYNC_GRADIENTS)
         reducers, own = self._parts.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
@@ -305,6 +306,7 @@ class ManagerFFT(TorchftInterface):
 
         A veto is called before ``on_nonfinite`` applies. If it raises, the exception propagates.
         """
+        self._parts.features.use(Feature.VETO)
         if self._parts.job.engine is not None:
             raise FftError("call manager.veto() before the first step, on all ranks alike")
         self._parts.results.vetoes.append(function)
@@ -447,6 +449,7 @@ class ManagerFFT(TorchftInterface):
             self.sync_gradients(module, bucket_cap_mb, find_unused_parameters=unused)
             return self._parts.reducers[-1]
 
+        self._parts.features.use(Feature.PIPELINE_SCHEDULE)
         self._parts.paradigm.register_pipeline(schedule, averaged)
 
     def shard_mesh(self) -> DeviceMesh:

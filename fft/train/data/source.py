@@ -640,17 +640,9 @@ class LeasedInputs:
         steps: Number of items in a slice, for each rank.
         ranks: Number of ranks per replica group that take an item each.
         rank: Number of this process among them.
-
-    Raises:
-        DataError: ``source`` must be read from its beginning.
     """
 
     def __init__(self, source: DataSource, steps: int, ranks: int, rank: int) -> None:
-        if not source.in_any_order:
-            raise DataError(
-                "groups with local steps read different parts of the data, and this loader can "
-                "only be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
-            )
         self.alive: Callable[[], object] = lambda: None
         """Called while a failed item waits for its next attempt."""
         self._source, self._steps, self._ranks, self._rank = source, steps, ranks, rank

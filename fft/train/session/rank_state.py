@@ -17,7 +17,7 @@ from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
 from fft.checkpoints.files import Scope
-from fft.errors import ConfigError, FftError, StateError
+from fft.errors import FftError, StateError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, ShardStateStore
@@ -195,15 +195,7 @@ class RankState:
         self.registered.refuse_replaced_parameters()
 
     def compare_by(self, fingerprint: Callable[[], str]) -> None:
-        """Compare replicas by ``fingerprint`` instead of the registered state.
-
-        Raises ConfigError if buffers are to be compared, too.
-        """
-        if self._settings.config.check_buffers:
-            raise ConfigError(
-                "ManagerConfig(check_buffers=True): in a job whose groups take local steps each "
-                "group has its own buffers; remove it"
-            )
+        """Compare replicas by ``fingerprint`` instead of the registered state."""
         self.checks = EqualityChecks(fingerprint, self._settings.config.check_replicas)
 
     @property
@@ -283,9 +275,7 @@ class RankState:
     def shard_of(
         self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
     ) -> ShardedSource:
-        """Return the source of a loader over a share of the data. Raises FftError if the job has
-        none."""
-        self.paradigm.refuse_sharded(kind)
+        """Return the source of a loader over a share of the data."""
         share, shelf = self.paradigm.batches, ShardStateStore(bus.read, bus.write)
         return ShardedSource(loader, kind, group, share.number, share.size, shelf, identify)
 

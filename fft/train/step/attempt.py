@@ -29,7 +29,7 @@ from fft.errors import (
     ResultRefused,
     TxnAborted,
 )
-from fft.messages.causes import NO_CAUSE, Cause, CauseCode
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode, LeaveReason
 from fft.messages.effects import Apply, Finish, StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP, Fault, NoStep, Prepared, Token, encode
@@ -557,8 +557,10 @@ class Attempt:
         loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
         if loop != self._loop:
             self._loop = loop
+            is_own = loop == TRANSACTIONS
+            self._job.leave_reason = LeaveReason.LEFT_LOOP if is_own else LeaveReason.SHUT_DOWN
             goal = {name: value for name, value in asdict(self._goal).items() if value is not None}
-            told = {"goal": goal} if loop == TRANSACTIONS else {}
+            told = {"goal": goal} if is_own else {}
             self._job.note(LOOP, {"runs": loop, "from": list(plan.token), **told})
             if told and self._job.reporter is not None:
                 self._job.reporter.goal = self._goal

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchft.manager import WorldSizeMode
 
 from fft.errors import (
     Drained,
@@ -25,17 +24,17 @@ from fft.errors import (
     ResultRefused,
     UnequalData,
 )
-from fft.messages.causes import CauseCode
+from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP
-from fft.trace.inputs import SHARD_ENDED
 from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import Sharded, ShardedSource
 from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
 from fft.train.data.step_input import StepInput
 from fft.train.gradients.reducer import Reducers
+from fft.train.limits import Feature
 from fft.train.session.error_reports import different_blocks
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
@@ -83,7 +82,7 @@ class TransactionLoop:
         attempt: Attempt,
         worker: Worker,
     ) -> None:
-        self.job = rank.job
+        self.job, self.features = rank.job, rank.features
         self.commits, self.attempt, self.worker = commits, attempt, worker
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
@@ -154,8 +153,17 @@ class TransactionLoop:
             DataError: Batches of ``loader`` do not make up such a step.
         """
         slices = 0
+        self.features.use(
+            *[Feature.SHARDED] * (sharded is not None),
+            *[Feature.SHARDED_BY_RANK] * (sharded == "rank"),
+            *[Feature.GLOBAL_BATCH] * (global_batch is not None),
+        )
         if global_batch is not None:
-            self._refuse_fixed_batch(sharded)
+            if not self._reducers:
+                raise FftError(
+                    "transactions(loader, global_batch=…): FFT must weight the gradients; call "
+                    "manager.sync_gradients(model) before"
+                )
             takers, groups = self.paradigm.items_per_step, self._settings.expected_groups
             slices = slices_of(loader, global_batch, takers, groups)
         engine = self.job.engine
@@ -166,21 +174,6 @@ class TransactionLoop:
                 "the first live block"
             )
         self.fixed_slices = slices
-
-    def _refuse_fixed_batch(self, sharded: Sharded | None) -> None:
-        """Raise FftError if this job does not support ``global_batch=``."""
-        spec, mode = self._settings.spec.name, self._manager._torchft.replica_world_size_mode
-        why = ""
-        if not self.paradigm.can_fix_batch:
-            why = f"spec {spec!r} does not support it; use spec='hsdp' or 'ddp', or remove it"
-        elif sharded is not None:
-            why = "groups that read shards cannot take the batches of others; remove sharded="
-        elif mode == WorldSizeMode.FIXED_WITH_SPARES:
-            why = "world_size_mode=FIXED_WITH_SPARES fixes the number of groups; remove one of both"
-        elif not self._reducers:
-            why = "FFT must weight the gradients; call manager.sync_gradients(model) before"
-        if why:
-            raise FftError(f"transactions(loader, global_batch=…): {why}")
 
     def _goal(self, loader: Any, source: DataSource | ShardedSource, max_steps: int | None) -> Goal:
         """Return the planned end of the loop, for the trace and the reports of progress."""
@@ -224,16 +217,16 @@ class TransactionLoop:
         inputs.alive = self._watchers.ping
         while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
                 self.attempt.step_aborted()
                 continue
             if drawn is None:
-                if isinstance(source, ShardedSource):
-                    self.job.note(SHARD_ENDED, {"shard": source.shard})
-                return True
+                is_shard = isinstance(source, ShardedSource)
+                why = LeaveReason.SHARD_ENDED if is_shard else LeaveReason.LAST_STEP
+                return self.job.has_ended(why)
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
@@ -258,16 +251,12 @@ class TransactionLoop:
                 self._state.updates.lengths.data_ended()
             # all ranks see the end of the data themselves, so no further txn has to announce it
             if txn.skipped and drawn.is_last:
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
         return False
 
     def stop(self) -> None:
         """See ``ManagerFFT.stop``."""
-        if not self.paradigm.steps_together:
-            raise FftError(
-                "manager.stop(): the groups of this spec are not at the same step, so that no step "
-                "is the last one of all; call manager.drain(), which leaves with the next commit"
-            )
+        self.features.use(Feature.STOP)
         self._stop_with_next()
         if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)
@@ -690,10 +679,7 @@ class Transaction(AttemptContext):
         Raises:
             FftError: The groups take no local steps.
         """
-        raise FftError(
-            "txn.weigh() is for groups that take local steps: fft.LocalSGD or fft.DiLoCo "
-            "with weighted=True"
-        )
+        self._loop.features.use(Feature.WEIGH)
 
     def _complete(self) -> Exception | None:
         loop, attempt = self._loop, self._attempt
