@@ -532,7 +532,7 @@ class ManagerFFT(TorchftInterface):
         """Return a block that all members of the job finish, or that fails on all of them.
 
         ``with manager.live() as members:`` waits until every member has entered, and gives each of
-        them the same list: one ``fft.Peer`` for each process, ordered by group and rank. At its end
+        them the same list: one `Peer` for each process, ordered by group and rank. At its end
         it waits for the work queued on devices, and until every member has finished. Enter it
         between two transactions, on all processes, always in the same order. FFT restores nothing
         after a failure except its own state.
