@@ -525,6 +525,7 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "returned": s.head.returned,
         "bound": s.head.bound,
         "standing": s.head.standing,
+        "checkpoint": s.head.checkpoint,
         "fetched": fetched_after(s, skip=True),
         "by": c.me,
         **fields,
@@ -560,6 +561,7 @@ def _cause_now(s: Local) -> Cause:
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
+    assert s.head is not None, "a txn exists only after an epoch record"
     commit = Tally.of(votes).commit()
     skip = commit.skip
     after = committed(s, c, skip)
@@ -584,6 +586,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         leavers=tuple(sorted(leavers & present)),
         last=leavers >= present,
         seen=commit.seen,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         live=commit.part if isinstance(commit, Live) else "",
     )
 
@@ -614,6 +617,7 @@ def _end_of_synchronisation(
         fetched=fetched_after(s, commit.skip),
         standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
         skip=commit.skip,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         change=True,
         leavers=gone,
         last=leavers >= {g.group for g in members(s)},
@@ -705,7 +709,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
+    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 
 
