@@ -514,10 +514,9 @@ class Attempt:
         manifest = build(self._data, self._shard, block, own, repeats)
         digest = self._equality
         yes = error is None
-        if yes:
-            self._state.checkpoints.before_vote(plan, last, skip)
+        asks = yes and not block and self._state.checkpoints.asks(plan, last, skip)
         waits = self._healer.joiners_wait
-        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code)
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code, asks)
         self._job.executor.report(vote)
         self.inject("after_vote")
 
