@@ -134,12 +134,12 @@ class MemoryCopies(CheckpointHooks):
         if self._loader is not None:
             self._loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Complete the last copy if the txn leads to the next one."""
-        self._hooks.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Complete the last copy if the txn leads to the next one. See `CheckpointHooks.asks`."""
         if not skip and self._is_due(plan.step + 1) and not self._written.is_set():
             self._copies.finish()
             self._written.wait(COPY_LIMIT_S)
+        return self._hooks.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the copy that is due at ``record``, if any."""
