@@ -157,6 +157,17 @@ class Member:
             self.manager.shutdown()
 
     @property
+    def has_left(self) -> bool:
+        """Whether the participant has left the job for good."""
+        local = self.manager._parts.job.local
+        return local is not None and local.role == "terminal"
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether the participant was asked to leave, by a call, a signal or a notice."""
+        return self.manager._parts.leaving.is_asked
+
+    @property
     def is_at_work(self) -> bool:
         """Whether its thread is still running."""
         return self._thread is not None and self._thread.is_alive()

@@ -19,7 +19,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.digests import digest_of
-from fft.train.data.source import Inputs, StreamSource, as_source
+from fft.train.data.source import Due, Inputs, StreamSource, as_source
 from fft.train.data.step_input import StepInput
 
 
@@ -266,17 +266,17 @@ def test_settings_that_a_data_source_would_ignore_are_refused() -> None:
 @pytest.mark.parametrize("identify", [None, lambda batch: batch])
 def test_loader_that_does_not_restore_its_order_is_refused(identify: Any) -> None:
     source, joiner = StreamSource(Counter(), identify), StreamSource(Counter(moves_on=False))
-    source.take(fft.Due(0, 3, 4))
+    source.take(Due(0, 3, 4))
     joiner.load(source.export(2), 2)
     with pytest.raises(UnequalData, match=r"Counter does not continue with .* item 2 has digest"):
-        joiner.take(fft.Due(2, 2, 4))
+        joiner.take(Due(2, 2, 4))
 
 
 def test_loader_that_restores_its_order_continues() -> None:
     source, joiner = StreamSource(Counter()), StreamSource(Counter())
-    source.take(fft.Due(0, 3, 4))
+    source.take(Due(0, 3, 4))
     joiner.load(source.export(2), 2)
-    assert [int(joiner.take(fft.Due(2, n, 4))) for n in range(2, 8)] == list(range(2, 8))
+    assert [int(joiner.take(Due(2, n, 4))) for n in range(2, 8)] == list(range(2, 8))
 
 
 # --- attempts -------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def test_weighted_sampler_gives_the_same_order_in_any_process(workers: int) -> N
     again = fft.CursorLoader(data, 4, sampler=weighted())
     assert loader.items_per_data_epoch == 3
     try:
-        taken = [loader.take(fft.Due(n, n, 1)).tolist() for n in range(6)]
+        taken = [loader.take(Due(n, n, 1)).tolist() for n in range(6)]
     finally:
         loader.close()
     assert (
@@ -557,7 +557,7 @@ def test_cursor_loader_keeps_the_batches_of_a_batch_sampler(workers: int) -> Non
         list(range(6)), None, sampler=batches, micro_batches=2, num_workers=workers
     )
     try:
-        taken = [loader.take(fft.Due(n, n, 1)) for n in range(3)]
+        taken = [loader.take(Due(n, n, 1)) for n in range(3)]
     finally:
         loader.close()
     parts = [[batch.tolist() for batch in item] for item in taken]

@@ -42,7 +42,7 @@ from fft.train.session.step_results import Veto
 from fft.train.state.transfer import StateTransfer
 from fft.train.state.updates import unwrapped
 from fft.train.step.live import LiveBlock, LiveBlocks
-from fft.train.step.preemption import INTERVAL_S, NoticeSource
+from fft.train.step.preemption import NoticeSource
 from fft.train.step.transaction import Transaction
 
 
@@ -148,7 +148,7 @@ class ManagerFFT(TorchftInterface):
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
             self._live = LiveBlocks(self._parts, self._parts.loop)
             peer = self._parts.job.peer
-            self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
+            self._parts.leaving.configure_from_env(self.drain, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
             undo.pop_all()
 
@@ -532,7 +532,7 @@ class ManagerFFT(TorchftInterface):
         """Return a block that all members of the job finish, or that fails on all of them.
 
         ``with manager.live() as members:`` waits until every member has entered, and gives each of
-        them the same list: one ``fft.Peer`` for each process, ordered by group and rank. At its end
+        them the same list: one `Peer` for each process, ordered by group and rank. At its end
         it waits for the work queued on devices, and until every member has finished. Enter it
         between two transactions, on all processes, always in the same order. FFT restores nothing
         after a failure except its own state.
@@ -561,20 +561,36 @@ class ManagerFFT(TorchftInterface):
         """Report progress. Call it in long stretches of Python code that issue no reduction."""
         self._parts.watchers.ping()
 
-    def drain(self, within: float | None = None, reason: str = "asked to") -> None:
+    def drain(
+        self,
+        within: float | None = None,
+        reason: str = "asked to",
+        *,
+        on: signal.Signals | NoticeSource | None = None,
+    ) -> None:
         """Leave the job with the next commit. It may be called from any thread or a signal handler.
 
         Args:
-            within: deadline, in seconds from now. If there is no commit until ``drain_margin``
-                before it (see ``fft config``), this participant logs and traces what it waits for,
-                and leaves without a commit; the other groups repeat the attempt. A second call can
-                only bring the deadline forward.
+            within: deadline, in seconds from now, or from the signal. If there is no commit until
+                ``drain_margin`` before it (see ``fft config``), this participant logs and traces
+                what it waits for, and leaves without a commit; the other groups repeat the attempt.
+                A second call can only bring the deadline forward.
             reason: text for logs and traces.
+            on: when to drain, instead of now: a signal (on the main thread only; an existing
+                handler is still called), or an object with ``poll``, such as ``fft.FileNotice`` and
+                ``fft.HttpNotice``, whose notices have their own deadlines and reasons. A thread of
+                FFT polls it once a second.
 
         Raises:
             ConfigError: ``within`` is not a positive finite number.
         """
-        self._parts.leaving.drain(within, reason)
+        leaving = self._parts.leaving
+        if on is None:
+            leaving.drain(within, reason)
+        elif isinstance(on, int):
+            leaving.on_signal(self.drain, on, within)
+        else:
+            leaving.on_notice(self.drain, on)
 
     def stop(self) -> None:
         """End the job after the newest commit, for early stopping.
@@ -590,25 +606,6 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.loop.stop()
 
-    def drain_on(
-        self,
-        source: signal.Signals | NoticeSource,
-        within: float | None = None,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        """Drain when this process receives a signal, or when a notice source announces its end.
-
-        Args:
-            source: a signal (on the main thread only; an existing handler is still called), or an
-                object with ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
-            within: deadline of a signal, in seconds; the notices of a source contain their own.
-            interval_s: seconds between two polls of a source, on a separate thread.
-        """
-        if isinstance(source, int):
-            self._parts.leaving.on_signal(self.drain, source, within)
-        else:
-            self._parts.leaving.on_notice(self.drain, source, interval_s)
-
     @property
     def is_writer(self) -> bool:
         """Whether this rank writes the output that the job writes once: log lines, exports, files.
@@ -620,17 +617,6 @@ class ManagerFFT(TorchftInterface):
         first stage in a pipeline. An ``async`` job may have several writers at once.
         """
         return self._torchft.group_rank == 0 and self.participating_rank() == 0
-
-    @property
-    def asked_to_leave(self) -> bool:
-        """Whether this process was asked to leave: by a call, a notice, a signal or its end."""
-        return self._parts.leaving.is_asked
-
-    @property
-    def drained(self) -> bool:
-        """Whether this participant has left for good."""
-        local = self._parts.job.local
-        return local is not None and local.role == "terminal"
 
     def digest(self) -> str:
         """Digest of this rank's parameters, optimizer state and buffers."""

@@ -25,7 +25,7 @@ import torch
 
 from fft.checkpoints.copies import deliver, keep_newest
 from fft.checkpoints.files import Checkpoints, Manifest, attempt_name, partial_name
-from fft.checkpoints.plan import Checkpointing, MemoryPlan
+from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
 from fft.checkpoints.stores import LocalStore
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
@@ -134,12 +134,12 @@ class MemoryCopies(CheckpointHooks):
         if self._loader is not None:
             self._loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Complete the last copy if the txn leads to the next one."""
-        self._hooks.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Complete the last copy if the txn leads to the next one. See `CheckpointHooks.asks`."""
         if not skip and self._is_due(plan.step + 1) and not self._written.is_set():
             self._copies.finish()
             self._written.wait(COPY_LIMIT_S)
+        return self._hooks.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the copy that is due at ``record``, if any."""
@@ -257,7 +257,7 @@ class MemoryCopies(CheckpointHooks):
     def _turn_off(self, size: int) -> None:
         self._is_off = True
         self._copies.leave_memory()
-        size_mb, limit_mb = 3 * size / 1e6, self._plan.limit / 1e6
+        size_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
         text = (
             f"no copies of the state in memory: two copies and a buffer of this rank need "
             f"{size_mb:.0f} MB, and each rank of this host may take {limit_mb:.0f} MB"

@@ -130,7 +130,7 @@ class TransactionLoop:
             self.close()
             state.close_source()
         state.checkpoints.before_change()  # the script may change the state after its loop
-        if self.is_over or not manager.asked_to_leave:
+        if self.is_over or not self.attempt.leaving.is_asked:
             self.worker.hooks.complete()
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class TransactionLoop:
 
     def _stop_with_next(self) -> None:
         local = self.job.local
-        is_asked = self._manager.asked_to_leave or (local and self.job.peer in local.leaving)
+        is_asked = self.attempt.leaving.is_asked or (local and self.job.peer in local.leaving)
         self._stops = self._stops or ("asked" if is_asked else "early")
         self._manager.drain(reason="the training was stopped")
 
