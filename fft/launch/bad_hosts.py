@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-MARKS, LIST = "hosts.jsonl", "bad-hosts"
+MARKS, LIST = "hosts.marks", "bad-hosts"  # `*.jsonl` are traces
 _REPEATED = 3
 """Number of losses from which on a host is bad, if the median host has less than half as many."""
 _SHOWN = 3
