@@ -14,7 +14,7 @@ from fft.bus import ErrorBus
 from fft.errors import FftError
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
-from fft.launch.verdict import WHOLE, GroupEnd, Parts, first, in_words
+from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.exits import Exit, decode_exit, exit_register
 from fft.messages.protocol import UnreadableMessage
@@ -70,7 +70,7 @@ class Outcome:
         begun = min((h.begun for h in self.holders.values() if h is not None), default=0)
         held = [None if h is None else h.status for h in self.holders.values()]
         statuses = [None if status is None else ExitStatus(status) for status in held]
-        return first(WHOLE, Parts(statuses, self.step > begun)).then
+        return first(WHOLE, Statuses(statuses, self.step > begun)).then
 
     def __str__(self) -> str:
         return f"{IN_A_WORD[self.status]}, {self.so_far}"

@@ -73,7 +73,6 @@ from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
 from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
-from fft.trace.starts import root_of
 from fft.trace.tail import Injected, JobView, TraceTail
 from fft.util.log_sampler import LogSampler
 
@@ -110,7 +109,7 @@ class Adopter:
         self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
         others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
-        is_bad = bad_hosts.is_bad(root_of(config.trace_dir))
+        is_bad = bad_hosts.is_bad(config.trace_dir)
         self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
         self._can = bool(others) and config.spares >= config.local_ranks
         self._absent = Absent(others)
@@ -835,7 +834,7 @@ class Supervisor:
     def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
         """Remember that this host, or another one, takes part or had a loss."""
         if self._config.parts_in_all > self._config.groups:  # there are other hosts
-            bad_hosts.mark(root_of(self._config.trace_dir), host or bad_hosts.own_name(), kind, why)
+            bad_hosts.mark(self._config.trace_dir, host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
         """Derive how a child has ended, by its register, or by the view if it was killed."""
