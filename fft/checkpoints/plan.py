@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -14,6 +15,8 @@ from fft.errors import CheckpointError
 
 EVERY = "300s"
 KEEP = 3
+COPIES = 3
+"""Multiple of a rank's state that copies in memory take: two copies, and a buffer to write from."""
 _TIME = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(s|m|h)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -90,16 +93,20 @@ class MemoryPlan:
         every: Commits between two copies, or None for an interval that costs 1 % of the time.
         limit: Maximum size of the copies of one rank in bytes.
         resume: Step of the copy to resume from, or None.
+        unused: Why copies were not used that this start could have begun with.
     """
 
     place: Path
     every: int | None
     limit: int
     resume: int | None = None
+    unused: tuple[str, ...] = ()
 
     def to_env(self) -> dict[str, str]:
         """Return these settings as environment variables for the processes of a job."""
         resume = {} if self.resume is None else {"FFT_MEMORY_RESUME": str(self.resume)}
+        if self.unused:
+            resume["FFT_MEMORY_UNUSED"] = json.dumps(self.unused)
         told = {"FFT_MEMORY": str(self.place), "FFT_MEMORY_LIMIT": str(self.limit)}
         return {**told, "FFT_MEMORY_EVERY": str(self.every or ""), **resume}
 
@@ -110,7 +117,8 @@ class MemoryPlan:
             return None
         every, resume = env.get("FFT_MEMORY_EVERY"), env.get("FFT_MEMORY_RESUME")
         numbers = int(every) if every else None, int(env["FFT_MEMORY_LIMIT"])
-        return cls(Path(place), *numbers, int(resume) if resume else None)
+        unused = tuple(json.loads(env.get("FFT_MEMORY_UNUSED") or "[]"))
+        return cls(Path(place), *numbers, int(resume) if resume else None, unused)
 
 
 def memory_interval(text: str) -> int | None:

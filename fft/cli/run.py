@@ -347,7 +347,7 @@ def _all_starts(
 
         config = begun(config, join)
         verdict, config = Resumptions(supervise, write_err, join).run(config, plan, traces)
-        if verdict.exit_status in AGAIN:
+        if verdict.exit_status in AGAIN and config.has_copies:
             keep_copies()
     return verdict, config
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fft.checkpoints.plan import MemoryPlan, memory_interval
+from fft.checkpoints.plan import COPIES, MemoryPlan, memory_interval
 from fft.checkpoints.stores import LocalStore, StoreError
 from fft.launch.supervisor import RunConfig
 from fft.launch.supervisor.config import SupervisorError
@@ -92,6 +92,19 @@ def _key(config: RunConfig) -> str:
     shape = config.groups, config.ranks, config.first_group, config.all_groups
     told = json.dumps([os.getcwd(), list(config.script), shape, place])
     return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def about_memory() -> str:
+    """Describe in a line how much memory copies of the state may take on this host."""
+    try:
+        free = free_memory()
+    except OSError as error:
+        return f"copies in memory (fft run --memory): none, as {error}"
+    most, state = (f"{free * share / 1e9:.3g} GB" for share in (_SHARE, _SHARE / COPIES))
+    return (
+        f"copies in memory (fft run --memory): all ranks of this host take at most {most} in "
+        f"{ROOT} and beside it, half of what is free now, so their states may have {state} together"
+    )
 
 
 def free_memory() -> int:

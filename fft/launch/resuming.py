@@ -45,6 +45,8 @@ from fft.util.remove_after_death import vanishing
 logger = logging.getLogger(__name__)
 
 
+_NAMED = 8
+"""Maximum number of unused copies that the traces of a start name."""
 _STARTS = 3
 """Number of starts in a row that may die at the same step of the same cause; after these the job
 is not started again."""
@@ -134,7 +136,7 @@ def _begin_with_copy(
     """
     if config.copies is None:
         return None
-    copies, manifest = HeldCopies(config.copies.place), None
+    copies, manifest, problems = HeldCopies(config.copies.place), None, list[str]()
     expected = map(str, range(config.groups_in_all))
     if resume and not joins:
         manifest, problems = copies.newest(below)
@@ -152,7 +154,8 @@ def _begin_with_copy(
                 ", ".join(sorted(lacking)),
             )
     copies.remove_others(manifest)
-    return replace(config.copies, resume=None if manifest is None else manifest.step)
+    step = None if manifest is None else manifest.step
+    return replace(config.copies, resume=step, unused=tuple(problems[:_NAMED]))
 
 
 def _clear(checkpoints: Checkpoints) -> None:

@@ -119,7 +119,7 @@ def test_global_batch_of_local_steps_is_refused_by_its_own_limit(made: Job) -> N
     """Its former message advised a call of ``sync_gradients``, which local steps exclude."""
     manager = made.member("0", spec="diloco", register=False).manager
     with pytest.raises(FftError, match="global_batch= with spec='diloco'"):
-        manager.transactions([1], global_batch=8)
+        manager.transactions(fft.Loader([1], global_batch=8))
 
 
 def test_loop_of_torchft_is_refused_after_a_veto(made: Job) -> None:

@@ -29,8 +29,10 @@ from test_durable import (
     living,
     run_undisturbed,
 )
+from typer.testing import CliRunner
 from waiting import wait_until
 
+from fft.cli import app
 from fft.trace.audit import read_lines
 from fft.trace.resumed import audit_job
 
@@ -146,6 +148,12 @@ def test_same_command_resumes_from_memory_after_a_kill_of_fft_run(
     assert f"in memory ({place})" in done.stderr
     assert ("a copy in memory is not used: " in done.stderr) == is_damaged
     assert not place.exists()
+    (_, start2) = folders(tmp_path)
+    notes = [x["data"] for x in read_lines(start2, lambda x: x.get("note") == "resumed")]
+    assert len(notes) == 4 and {note["tier"] for note in notes} == {"memory"}
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
+    assert f"from the checkpoint of step {notes[0]['step']} in memory: fft report" in report
+    assert ("a copy in memory was not used: step-" in report) == is_damaged
     lacks = "has no buffers and random states of group 1" in done.stderr
     assert is_damaged or not lacks
     judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2)

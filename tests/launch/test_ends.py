@@ -668,9 +668,9 @@ def test_signal_goes_to_the_wrapper_if_its_trainer_ends_meanwhile(
 @pytest.mark.parametrize("here", [0, 1])
 def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
     """Its groups, if it has any, have been started again; another host may have the state."""
-    groups = [Group(str(number), 1) for number in range(here)]
+    groups = [Group(str(number), 1, 1) for number in range(here)]
     judgement = Judgement(here=groups, plan=FaultPlan(faults=[]), has_services=False)
-    judgement.note_interrupt(JobView(committed=True), groups_in_all=2)
+    judgement.note_interrupt(JobView(committed=True), parts_in_all=2)
     assert judgement.asked_to_end and judgement.problems == []
 
 

@@ -159,7 +159,7 @@ def test_pace_makes_copies_cost_one_percent() -> None:
 
 
 def test_settings_reach_the_ranks_by_the_environment(tmp_path: Path) -> None:
-    for plan in (MemoryPlan(tmp_path, None, 10), MemoryPlan(tmp_path, 3, 10, 8)):
+    for plan in (MemoryPlan(tmp_path, None, 10), MemoryPlan(tmp_path, 3, 10, 8, ("a", "b"))):
         assert MemoryPlan.from_env(plan.to_env()) == plan
     assert MemoryPlan.from_env({}) is None
     assert (memory_interval("auto"), memory_interval("7")) == (None, 7)

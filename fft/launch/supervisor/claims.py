@@ -182,6 +182,24 @@ class Claims:
             "other groups (--first-group), or as a host of spares (--groups 0 --spares)"
         )
 
+    def take_lost(self, names: Iterable[str], is_asked: Callable[[], bool]) -> str | None:
+        """Claim one of these parts that has lost its host, or whose host was lent to another group.
+
+        Args:
+            is_asked: Returns whether to give up; called during waits.
+
+        Returns:
+            The name of the part, or None if no part lacks a host.
+        """
+        for name in names:
+            if (held := self._bus.read(holder_register(name))) is None:
+                continue
+            holder = self._holder(name, held)
+            is_lent = holder.free and holder.status is None
+            if self._has_claimed(name) if is_lent else self.adopt(name, is_asked):
+                return name
+        return None
+
     def _has_claimed(self, name: str) -> bool:
         return not self._claimed_by_others([name])
 
@@ -269,7 +287,7 @@ class Claims:
         if loss.claim is None:
             return
         try:
-            self._release(loss.group)
+            self.release(loss.group)
             word = Answer(loss.claim, str(self._me), "done", f"group {loss.group} is free")
             self._bus.send(answer_inbox(loss.claim), encode_answer(word))
         except BusError as error:
@@ -280,7 +298,7 @@ class Claims:
         self._listener.close()
         try:
             for group in list(self._mine):
-                self._release(group, self.status)
+                self.release(group, self.status)
             self._bus.delete(self._inbox)
         except BusError as error:  # the next claimant finds that this process is gone
             logger.warning("the claims of this job's groups stay on the bus: %s", error)
@@ -399,7 +417,8 @@ class Claims:
         word = encode_answer(Answer(claim.id, str(self._me), verdict, text))
         self._bus.send(answer_inbox(claim.id), word)
 
-    def _release(self, group: str, status: int | None = None) -> None:
+    def release(self, group: str, status: int | None = None) -> None:
+        """Let other supervisors claim the group. Raises BusError."""
         held = self._mine.pop(group, None)
         if held is not None:
             free = encode_holder(replace(self._me, free=True, status=status))

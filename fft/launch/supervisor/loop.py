@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
@@ -36,7 +37,7 @@ from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
-from fft.launch.supervisor.config import RunConfig, SupervisorError
+from fft.launch.supervisor.config import GroupHeld, RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import EVICTED_BY, Diagnoser
 from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
@@ -88,7 +89,18 @@ _BAD_HOST = 5
 _AGAIN_S = 15.0
 """Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
 restarts the group itself."""
+_LEND_S = 10.0
+"""Time that two groups lack a host each before one lends its host, in seconds. Hosts with spares
+take less, and a host that was only cut off often comes back."""
 _END_S = 2.0
+
+
+class Adopted(NamedTuple):
+    """A part of a group that was claimed for a lost host."""
+
+    name: str
+    lender: str | None = None
+    """The group that gives up its part here for this one."""
 
 
 class Adopter:
@@ -111,11 +123,15 @@ class Adopter:
         others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
         is_bad = bad_hosts.is_bad(config.trace_dir)
         self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
-        self._can = bool(others) and config.spares >= config.local_ranks
+        has_spares = config.spares >= config.local_ranks
+        self._can = bool(others) and (has_spares or config.parts > 1)
         self._absent = Absent(others)
+        self._all = frozenset(others)
         self._missed: frozenset[str] = frozenset()
+        self._broken: tuple[frozenset[str], float] = frozenset(), 0.0
+        """The groups that lack hosts, and since when, in seconds."""
         self._ask_at: dict[str, float] = {}
-        self._claimed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._claimed: queue.SimpleQueue[Adopted] = queue.SimpleQueue()
         self._troubles = LogSampler()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fft-adopting", daemon=True)
@@ -125,7 +141,7 @@ class Adopter:
         if self._can:
             self._thread.start()
 
-    def claimed(self) -> Iterator[str]:
+    def claimed(self) -> Iterator[Adopted]:
         """Yield the groups claimed since the last call, which the supervisor is to start."""
         with suppress(queue.Empty):
             while True:
@@ -139,11 +155,11 @@ class Adopter:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            if self._is_full():
-                self._missed = frozenset()
-                continue
             try:
-                self._look()
+                if not self._is_full():
+                    self._look()
+                elif self._parts > 1:
+                    self._look_to_lend()
             except (BusError, UnreadableMessage, SupervisorError) as error:
                 if (count := self._troubles.add("look")) is not None:
                     logger.warning("cannot look for lost groups (%d by now): %s", count, error)
@@ -168,11 +184,33 @@ class Adopter:
                 if not is_due and not self._links.claims.is_silent(name):
                     continue
                 if self._links.claims.adopt(name, partial(self._is_wanted_no_more, group)):
-                    self._claimed.put(name)
+                    self._claimed.put(Adopted(name))
                     self.room -= 1
                     self._wake()
                     return
                 self._ask_at[name] = time.monotonic() + _AGAIN_S
+
+    def _look_to_lend(self) -> None:
+        """Claim a lost part of another group, if the group here lacks a host as well.
+
+        So one group is whole again, and not two are broken. It is the one with the fewest lost
+        parts, by hosts of the one with the most. Another group must have the state meanwhile.
+        """
+        claims, now = self._links.claims, time.monotonic()
+        self._missed = missing = self._absent.look(self._links.bus)
+        names = {g: [part_name(g, part) for part in range(self._parts)] for g in missing}
+        lost = {g: [name for name in names[g] if claims.is_silent(name)] for g in names}
+        broken = sorted((g for g in lost if lost[g]), key=lambda g: (len(lost[g]), int(g)))
+        if frozenset(broken) != self._broken[0]:
+            self._broken = frozenset(broken), now
+        is_due = now > self._broken[1] + _LEND_S and missing != self._all
+        if len(broken) < 2 or not is_due or self.here != {broken[-1]}:
+            return
+        whole_next, lender = broken[0], broken[-1]
+        name = lost[whole_next][0]
+        if claims.adopt(name, lambda: whole_next not in self._absent.look(self._links.bus)):
+            self._claimed.put(Adopted(name, lender))
+            self._wake()
 
 
 # --- fault plan watch ---
@@ -532,10 +570,26 @@ class Supervisor:
             self._end()
 
     def _take_parts(self, is_asked: Callable[[], bool]) -> None:
-        """Claim a part of each group, which other hosts have the rest of. Raises GroupHeld."""
-        for group in self._groups.values():
-            part = self._links.claims.take_part(group.name, self._config.parts, is_asked)
-            group.part = part or 0
+        """Claim a part of each group, which other hosts have the rest of.
+
+        If a group has lent a host meanwhile, its host takes a part of the lender when it is back.
+
+        Raises:
+            GroupHeld: All parts of a group have other supervisors, and no other group lacks one.
+        """
+        claims, parts = self._links.claims, self._config.parts
+        for group in list(self._groups.values()):
+            try:
+                group.part = claims.take_part(group.name, parts, is_asked) or 0
+            except GroupHeld:
+                all_groups = map(str, range(self._config.groups_in_all))
+                others = [part_name(g, p) for g in all_groups for p in range(parts)]
+                if (found := claims.take_lost(others, is_asked)) is None:
+                    raise
+                del self._groups[group.name]
+                name, part = part_named(found)
+                logger.warning("group %s needs no host; this one takes group %s", group.name, found)
+                self._groups[name] = Group(name, group.world, group.local, part)
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
         """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
@@ -779,10 +833,12 @@ class Supervisor:
         ready = 0 if self._ending.has_begun else self._reforming.spares.ready
         self._adopter.here = frozenset(n for n, g in self._groups.items() if g.living)
         self._adopter.room = ready // self._config.local_ranks
-        for name in self._adopter.claimed():
+        for name, lender in self._adopter.claimed():
             which, part = part_named(name)
             if self._ending.has_begun or (which in self._groups and self._groups[which].living):
                 continue  # the claim is released at the end
+            if lender is not None:
+                self._lend(self._groups[lender], which)
             form = self._config.ranks, self._config.local_ranks
             group = self._groups[which] = Group(which, *form, part, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
@@ -790,6 +846,15 @@ class Supervisor:
             if host := self._links.claims.lost_hosts.get(name):
                 self._mark("lost", text, host)
             self._start(group)
+
+    def _lend(self, group: Group, to: str) -> None:
+        """Give up the part of ``group`` here, so that this host has one of another group."""
+        by = f"group {to}, because both had lost hosts, and this host makes that one whole"
+        self._hand_over(group, Loss(group.claim, by, None))
+        try:
+            self._links.claims.release(group.claim)
+        except BusError as error:
+            logger.error("could not release group %s: %s", group.claim, error)
 
     # --- deaths ------------------------------------------------------------------------
 

@@ -25,14 +25,14 @@ import torch
 
 from fft.checkpoints.copies import deliver, keep_newest
 from fft.checkpoints.files import Checkpoints, Manifest, attempt_name, partial_name
-from fft.checkpoints.plan import Checkpointing, MemoryPlan
+from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
 from fft.checkpoints.stores import LocalStore
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.contents import COPY_LIMIT_S, Copies, Snapshot, write_rank
-from fft.train.checkpoint.loading import Loader
+from fft.train.checkpoint.loading import CheckpointLoader
 from fft.train.checkpoint.writer import WorkerPool, position_of
 from fft.train.session.checkpoint_schedule import is_first
 from fft.train.session.rank_context import RankContext
@@ -117,10 +117,10 @@ class MemoryCopies(CheckpointHooks):
         self._was_busy = False
         self._pace = Pace()
         self._is_off = bool(rank.scope.by_rank)  # stages have no common commit
-        self._loader: Loader | None = None
+        self._loader: CheckpointLoader | None = None
         if plan.resume is not None and durable is None:
             given = Checkpointing(plan.place, resume=plan.resume)
-            self._loader = Loader(given, Checkpoints(self._store), rank)
+            self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
 
     def resume(self) -> None:
         """See `CheckpointHooks.resume`."""
@@ -134,12 +134,12 @@ class MemoryCopies(CheckpointHooks):
         if self._loader is not None:
             self._loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Complete the last copy if the txn leads to the next one."""
-        self._hooks.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Complete the last copy if the txn leads to the next one. See `CheckpointHooks.asks`."""
         if not skip and self._is_due(plan.step + 1) and not self._written.is_set():
             self._copies.finish()
             self._written.wait(COPY_LIMIT_S)
+        return self._hooks.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the copy that is due at ``record``, if any."""
@@ -257,7 +257,7 @@ class MemoryCopies(CheckpointHooks):
     def _turn_off(self, size: int) -> None:
         self._is_off = True
         self._copies.leave_memory()
-        size_mb, limit_mb = 3 * size / 1e6, self._plan.limit / 1e6
+        size_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
         text = (
             f"no copies of the state in memory: two copies and a buffer of this rank need "
             f"{size_mb:.0f} MB, and each rank of this host may take {limit_mb:.0f} MB"
