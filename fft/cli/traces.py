@@ -53,7 +53,7 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
-    from fft.launch.bad_hosts import bad_hosts, lines
+    from fft.launch.outcome import kept
     from fft.trace import report as of
 
     with plain_errors():
@@ -76,7 +76,7 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            known = of.full_report(folder) | {"bad_hosts": bad_hosts(folder)}
+            known = of.full_report(folder) | {"ended": kept(folder)}
             put(json.dumps(known, indent=2) + "\n")
             return
         course, found = of.course_of(folder), of.incidents(folder)
@@ -88,7 +88,7 @@ def report(
         shown += of.change_lines(found, course)
         shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
         shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
-        shown += [of.went_on(folder, has_gaps), *lines(folder)]
+        shown += [of.went_on(folder, has_gaps), *kept(folder)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
