@@ -48,17 +48,21 @@ class CheckpointHooks:
     def resume(self) -> None:
         """Load the checkpoint that the job starts from, if any, before joining. Idempotent."""
 
+    def joined(self) -> None:
+        """Called when the trace of this rank has its header, before the rank joins the job."""
+
     def before_change(self) -> None:
         """Called before code other than a step function modifies the committed state."""
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Called before this rank votes YES.
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Called before this rank votes YES; returns whether its vote asks for a checkpoint.
 
         Args:
             plan: the open txn.
             last: the job ends with this txn, unless it is skipped.
             skip: the txn is skipped, as far as this rank knows.
         """
+        return False
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Called when the state has reached the committed ``record``; ``epoch`` is its epoch."""

@@ -24,11 +24,10 @@ from fft.errors import (
     ResultRefused,
     UnequalData,
 )
-from fft.messages.causes import CauseCode
+from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP
-from fft.trace.inputs import SHARD_ENDED
 from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
 from fft.train.data.sharded import ShardedSource
@@ -202,16 +201,16 @@ class TransactionLoop:
         inputs.alive = self._watchers.ping
         while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
                 self.attempt.step_aborted()
                 continue
             if drawn is None:
-                if isinstance(source, ShardedSource):
-                    self.job.note(SHARD_ENDED, {"shard": source.shard})
-                return True
+                is_shard = isinstance(source, ShardedSource)
+                why = LeaveReason.SHARD_ENDED if is_shard else LeaveReason.LAST_STEP
+                return self.job.has_ended(why)
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
@@ -236,7 +235,7 @@ class TransactionLoop:
                 self._state.updates.lengths.data_ended()
             # all ranks see the end of the data themselves, so no further txn has to announce it
             if txn.skipped and drawn.is_last:
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
         return False
 
     def stop(self) -> None:
