@@ -146,6 +146,8 @@ class MemoryCopies(CheckpointHooks):
         self._hooks.committed(record, epoch)
         if self._is_off or epoch is None or epoch.epoch != record.epoch or record.skip:
             return
+        if self._rank.state.registered_state is None and not self._rank.state.users:
+            return  # there is no state to copy
         self._measure(record)
         if self._is_due(record.step) and self._written.is_set():
             self._pending = record, epoch
@@ -163,7 +165,7 @@ class MemoryCopies(CheckpointHooks):
         try:
             snapshot = self._copies.begin(shared=True, gives=range(0))
         except (TypeError, FftError, RuntimeError) as error:
-            self._failed(pending[0].step, error)
+            self._turn_off(f"the state cannot be written: {error}")
             return
         self._written.clear()
         self._threads.do(partial(self._write, snapshot, *pending))
@@ -225,10 +227,12 @@ class MemoryCopies(CheckpointHooks):
             if not snapshot.copy():
                 raise FftError(snapshot.problem or "it was not copied")
             size = sum(t.nbytes for t in snapshot.tensors.values())
-            if (
-                3 * size > self._plan.limit
-            ):  # two copies, and the memory from which they are written
-                self._turn_off(size)
+            if COPIES * size > self._plan.limit:
+                needed_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
+                self._turn_off(
+                    f"two copies and a buffer of this rank need {needed_mb:.0f} MB, and each rank "
+                    f"of this host may take {limit_mb:.0f} MB"
+                )
                 return
             keep_newest(self._plan.place, *self._place, below=record.step)
             part, directory = self._part(record, epoch)
@@ -254,15 +258,10 @@ class MemoryCopies(CheckpointHooks):
         logger.warning("no copy of step %d in memory: %s; training continues", step, text)
         self._job.note("memory_copy_failed", {"step": step, "error": text})
 
-    def _turn_off(self, size: int) -> None:
+    def _turn_off(self, why: str) -> None:
         self._is_off = True
         self._copies.leave_memory()
-        size_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
-        text = (
-            f"no copies of the state in memory: two copies and a buffer of this rank need "
-            f"{size_mb:.0f} MB, and each rank of this host may take {limit_mb:.0f} MB"
-        )
-        self._job.warn("memory_copies_off", text)
+        self._job.warn("memory_copies_off", f"no copies of the state in memory: {why}")
 
     def _part(self, record: Record, epoch: Record) -> tuple[Manifest, str]:
         """Return the manifest of this rank's files, without them, and the directory for them."""
