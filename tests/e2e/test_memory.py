@@ -75,7 +75,7 @@ def has_copies(root: Path, least: int) -> bool:
 
 
 def is_at_work(root: Path) -> bool:
-    """Return whether the running ranks have copied a step; else three starts may die at one step."""
+    """Return whether the running ranks have copied a step; else starts may die at one step."""
     heads = [
         json.loads(p.open().readline() or "{}") for f in folders(root)[-1:] for p in trace_files(f)
     ]
