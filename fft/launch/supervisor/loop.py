@@ -1122,7 +1122,9 @@ class Supervisor:
         """
         now = time.monotonic()
         waiting = any(
-            group.living and not self._has_committed(group) for group in self._groups.values()
+            (group.living or (group.spans and group.restart_at is not None))
+            and not self._has_committed(group)
+            for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
         if self._ending.over or not (waiting or at_once):
