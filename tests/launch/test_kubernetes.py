@@ -330,7 +330,7 @@ def test_pods_of_a_group_on_several_hosts_run_its_parts(tmp_path: Path) -> None:
     assert [specs[role]["completions"] for role in ("group", "spare")] == [4, 1]
     fake = tmp_path / "fft"
     fake.write_text(
-        f'#!/bin/bash\nif [ "$1" = run ]; then echo "$*"; exit 0; fi\n'
+        '#!/bin/bash\nif [ "$1" = run ]; then echo "$*"; exit 0; fi\n'
         'printf "no group has begun\\nbus url, generation 1\\n"; exit 1\n'
     )
     fake.chmod(0o755)
