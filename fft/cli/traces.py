@@ -53,7 +53,9 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
+    from fft.launch.bad_hosts import bad_hosts, lines
     from fft.trace import report as of
+    from fft.trace.starts import root_of
 
     with plain_errors():
         folder = trace_folder(directory)
@@ -75,7 +77,8 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            put(json.dumps(of.full_report(folder), indent=2) + "\n")
+            found_in = {**of.full_report(folder), "bad_hosts": bad_hosts(root_of(folder))}
+            put(json.dumps(found_in, indent=2) + "\n")
             return
         course, found = of.course_of(folder), of.incidents(folder)
         has_gaps = bool(damaged := of.damages(folder))
@@ -86,7 +89,7 @@ def report(
         shown += of.change_lines(found, course)
         shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
         shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
-        shown += [of.went_on(folder, has_gaps)]
+        shown += [of.went_on(folder, has_gaps), *lines(root_of(folder))]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

@@ -141,6 +141,7 @@ def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
         group=ranks[0].peer.group,
         store=ranks[0].store,
         place=ranks[0].place,
+        home=ranks[0].home,
         ranks=tuple(
             RankEntry(
                 rank=h.peer.rank,

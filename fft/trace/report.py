@@ -496,10 +496,15 @@ def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
     where = f"from the checkpoint of step {max(begun, default=0)}"
     if not any(begun):
         where = "at its beginning" if begun else "at a step that its traces do not tell"
+    lines = read_lines(after, lambda line: line.get("note") == "resumed") if begun else ()
+    data: dict[str, Any] = next((line["data"] for line in lines), {})
+    if data.get("tier") == "memory":
+        where = f"{where} in memory"
+    unused = "".join(f"\n  a copy in memory was not used: {why}" for why in data.get("unused", ()))
     least = " at least" if has_gaps else ""
     return (
         f"this start had come to step {reached}{least} when it ended; the job was started again "
-        f"{where}: fft report {after}"
+        f"{where}: fft report {after}{unused}"
     )
 
 

@@ -594,7 +594,7 @@ def test_a_group_takes_the_random_states_that_were_its_own(
     Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
     monkeypatch.setenv("FFT_GROUP", group)
     again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
-    again.manager._parts.checkpointer._loader._groups = (
+    again.manager._parts.checkpointer.loader._groups = (
         groups  # a single process announces one group
     )
     again.train(Stream(), 5)

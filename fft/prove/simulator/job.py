@@ -470,6 +470,7 @@ class World:
             flow=self.spec.bound_to(self.name) if self.name else (),
             fixed_slices=setting.slices,
             rules=setting.rules,
+            home=f"home-{peer}" if replaces and rank == 0 else "",
         )
         participant = self._core(config)
         lineage = GENESIS if setting.alike else f"fresh:{group.name}:{store}"

@@ -28,7 +28,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.loading import Loader, refuse_at_once
+from fft.train.checkpoint.loading import CheckpointLoader, refuse_at_once
 from fft.train.checkpoint.writer import NAME, RankWriter, WriteAttempt, WriterContext, Writers
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
 from fft.train.session.rank_context import RankContext
@@ -59,9 +59,10 @@ class Checkpointer(CheckpointHooks):
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
-        refuse_at_once(plan, self.checkpoints, rank.scope)
         self._rank, self._job, self._state = rank, rank.job, rank.state
-        self._loader = Loader(plan, self.checkpoints, rank)
+        source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
+        refuse_at_once(plan, source, rank.scope)
+        self.loader = CheckpointLoader(plan, source, rank)
         self._copies = Copies(rank.state)
         self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         peer, tell = rank.job.peer, rank.job.report_checkpoint
@@ -82,8 +83,8 @@ class Checkpointer(CheckpointHooks):
         return self._writers.is_writing
 
     def resume(self) -> None:
-        """See `Loader.resume`."""
-        self._loader.resume()
+        """See `CheckpointLoader.resume`."""
+        self.loader.resume()
 
     def joined(self) -> None:
         """Mark the store as in use, and trace the checkpoint that the job resumed from.
@@ -95,7 +96,7 @@ class Checkpointer(CheckpointHooks):
         except OSError as error:
             place = self.checkpoints.store.url
             logger.warning("others cannot see that this process writes at %s: %s", place, error)
-        self._loader.trace()
+        self.loader.trace()
 
     def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
         """See `CheckpointSchedule.asks`."""
@@ -211,7 +212,7 @@ class Checkpointer(CheckpointHooks):
             rank.scope.by_rank,
             spec.name,
             spec.digest(),
-            self._loader.origin,
+            self.loader.origin,
             rank.settings.expected_groups,
             rank.groups.mesh_text,
             rank.state.paradigm.items_per_step,

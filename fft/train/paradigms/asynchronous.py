@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torchft.manager import WorldSizeMode
-
 from fft.checkpoints.plan import Checkpointing
-from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
 from fft.train.data.source import LeasedInputs
+from fft.train.limits import Feature
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
@@ -30,34 +28,10 @@ from fft.train.step.transaction import TransactionLoop
 class Asynchronous(Periodic):
     """Groups take local steps; a txn of the job synchronizes more than half of them."""
 
+    kind = Feature.ASYNC
+
     def new_phase(self, fragments: int) -> LocalPhase:
         return BoundedPhase(self._rank.job, fragments)
-
-    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
-        if why := self._why_unfit(synchronizer.algorithm):
-            spec = self._rank.settings.spec.name
-            raise FftError(f"{synchronizer.name} by spec={spec!r}: {why}")
-        if synchronizer.schedule.fragments > 1 or synchronizer.schedule.delay:
-            raise FftError(
-                f"{synchronizer.name}: groups that do not wait for each other synchronise the "
-                "whole model at once, and compute nothing meanwhile: give one fragment, and no "
-                "delay"
-            )
-
-    def _why_unfit(self, algorithm: str) -> str:
-        """Return why this configuration cannot synchronize asynchronously; empty if it can."""
-        if algorithm != "diloco":
-            return (
-                "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
-                "which averages how far they have come: with an outer SGD of lr=1 it is the same"
-            )
-        if self._rank.world > 1:
-            return "a replica group is one rank; give it --ranks 1"
-        if self._rank.manager._torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
-            return "there are no spares where any number of groups synchronise; use DYNAMIC"
-        if self._rank.settings.config.membership == "lighthouse":
-            return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
-        return ""
 
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
         if self.synchronizer is not None and self.synchronizer.has_contribution:
