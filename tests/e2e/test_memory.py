@@ -50,8 +50,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
 def arguments(root: Path, *script: object, **options: object) -> list[str]:
     """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
-    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "memory": 1, **options}
-    flags = ["run", "--no-lighthouse", "--no-progress", "--resume", "--timeout", str(LIMIT_S - 20)]
+    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "memory": 1}
+    given |= {"timeout": LIMIT_S - 20, **options}
+    flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
         flags += [f"--{name}", str(value)]
     return [*flags, str(SCRIPT), *map(str, script)]
@@ -75,7 +76,7 @@ def has_copies(root: Path, least: int) -> bool:
 
 
 def is_at_work(root: Path) -> bool:
-    """Return whether the running ranks have copied a step; else three starts may die at one step."""
+    """Return whether the running ranks have copied a step; so no three starts die at one."""
     heads = [
         json.loads(p.open().readline() or "{}") for f in folders(root)[-1:] for p in trace_files(f)
     ]
@@ -117,8 +118,9 @@ def place_of(process: FftRun) -> Path:
 def test_job_whose_ranks_are_all_killed_goes_on_from_memory(
     kills: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
-    steps = STEPS if kills == 2 else 100
-    with running(*arguments(tmp_path, steps, tmp_path / "out", 0.2), folder=tmp_path) as process:
+    steps, limit_s = (STEPS, LIMIT_S) if kills == 2 else (100, 5 * LIMIT_S)
+    command = arguments(tmp_path, steps, tmp_path / "out", 0.2, timeout=limit_s)
+    with running(*command, folder=tmp_path) as process:
         dice = random.Random(kills)
         ready = partial(is_at_work, tmp_path)
         assert kill_now_and_then(tmp_path, process, kills, dice, is_ready=ready) == kills

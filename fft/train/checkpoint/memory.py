@@ -5,10 +5,10 @@ memory that `fft run` owns. No rank waits for another, except that a rank votes 
 the next copy only when its own last copy is complete. So whenever a copy begins anywhere, the one
 before is complete on all members of the epoch, and each rank needs room for two.
 
-Without a given interval, the first rank of the first group measures the additional time of the
-steps beside a copy, and names in a register the step of the next copy, so that copies cost 1 % of
-the time. The other ranks read the register on their thread. A rank that misses a step only makes
-that copy incomplete.
+Without a given interval, the first commit of a start is copied. Then the first rank of the first
+group measures the additional time of the steps beside a copy, and names in a register the step of
+the next copy, so that copies cost 1 % of the time. The other ranks read the register on their
+thread. A rank that misses a step only makes that copy incomplete.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _AHEAD = 4
 """Least number of commits between the announcement of a copy and the copy."""
 _STEPS = 32
 """Number of steps without a copy whose median is the time of a step."""
-_WEIGHT = 0.3
-"""Weight of the newest copy in the mean cost of a copy."""
+_COPIES = 5
+"""Number of copies whose median is the cost of a copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Pace:
     def __init__(self) -> None:
         self._plain = deque[float](maxlen=_STEPS)
         self._beside: list[float] = []
-        self._cost: float | None = None
+        self._costs = deque[float](maxlen=_COPIES)
 
     def stepped(self, took: float, has_copied: bool) -> None:
         """Take the time of a step, and whether a copy was made or written during it."""
@@ -68,9 +68,7 @@ class Pace:
             return
         if self._beside and self._plain:
             usual = statistics.median(self._plain)
-            cost = max(0.0, sum(self._beside) - usual * len(self._beside))
-            known = cost if self._cost is None else self._cost
-            self._cost = known + _WEIGHT * (cost - known)
+            self._costs.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
         self._beside = []
         self._plain.append(took)
 
@@ -85,9 +83,10 @@ class Pace:
 
     def steps(self) -> int:
         """Return the number of steps from one copy to the next."""
-        if not self._plain or self._cost is None:
+        if not self._plain or not self._costs:
             return _AHEAD
-        return max(_AHEAD, round(self._cost / (_SHARE * statistics.median(self._plain))))
+        cost, step = statistics.median(self._costs), statistics.median(self._plain)
+        return max(_AHEAD, round(cost / (_SHARE * step)))
 
 
 class MemoryCopies(CheckpointHooks):
@@ -192,8 +191,8 @@ class MemoryCopies(CheckpointHooks):
     # --- when ---
 
     def _is_due(self, step: int) -> bool:
-        every = self._plan.every
-        return step == self._next if every is None else step % every == 0
+        first, every = (self._plan.resume or 0) + 1, self._plan.every
+        return step in (first, self._next) if every is None else step % every == 0
 
     def _measure(self, record: Record) -> None:
         now, busy = time.monotonic(), not self._written.is_set()
