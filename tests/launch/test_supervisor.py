@@ -31,7 +31,7 @@ from fft.messages.protocol import Death, Drain, Suspect, decode, encode
 from fft.operate import drain
 from fft.operate import inject as injecting
 from fft.operate.client import JobClient, OperatorError
-from fft.trace.report import fired
+from fft.trace.report import RunReport
 from fft.trace.tail import TraceTail
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -353,7 +353,7 @@ def test_successful_end_names_the_unfired_faults(
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )
-    reported = fired(tmp_path / "run")
+    reported = RunReport(tmp_path / "run").fired()
     assert reported is not None and reported.startswith("3 of 4 faults did not fire")
     assert verdict.lines[0].partition(": ")[2].split("; ") == reported.split("\n  ")[1:]
 

@@ -24,7 +24,7 @@ from waiting import wait_until
 from fft.cli import app
 from fft.errors import FftError
 from fft.trace.figures import plain
-from fft.trace.report import figures_of
+from fft.trace.report import history_of
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is missing")
 
@@ -123,7 +123,7 @@ def test_export_sends_attempts_rollbacks_transfers_and_figures(
         assert of(part)["fft.txn"] == of(whole)["fft.txn"]
     steps = [of(span) for span in parts if span.name == "step"]
     commits = Counter(each["fft.step"] for each in steps if each["fft.outcome"] == "committed")
-    figures = plain(figures_of(traces))
+    figures = plain(history_of(traces))
     assert sorted(commits) == list(range(figures["commits"])) and commits[0] == 2
     assert {each["fft.outcome"] for each in steps} == {"committed", "rolled back", "lost"}
     rollbacks = [of(span) for span in parts if span.name == "rollback"]
