@@ -108,6 +108,7 @@ check: setup
 	$(BIN)/mypy fft
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.rooms --check
+	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m tools.house
 
 # mypy on fft/ and on benchmarks, examples and tests, which takes longer than all of make check.

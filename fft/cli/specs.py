@@ -41,14 +41,23 @@ def graph(
     put(text.rstrip("\n") + "\n")
 
 
-def check_spec(spec: Annotated[str, SPEC]) -> None:
+def check_spec(
+    spec: Annotated[str, SPEC],
+    state: Annotated[
+        str | None, typer.Option(help="Print all reactions of this state, such as HEALING.forming.")
+    ] = None,
+) -> None:
     """Validate a spec and print its parameter groups, votes, states and number of rows."""
+    from fft.protocol.graph import reactions
     from fft.protocol.load import load_machine
     from fft.protocol.scopes import flow_in_words, in_words
     from fft.protocol.spec import FsmSpec
 
     with plain_errors():
         loaded = load_machine(spec)
+        if state is not None:
+            put("\n".join(reactions(loaded, state)) + "\n")
+            return
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
     states = ", ".join(loaded.leaves)
@@ -77,9 +86,13 @@ def config(
         str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or its beginning.")
     ] = "tcp://",
 ) -> None:
-    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
+    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work.
+
+    Also show the memory of this host that copies of the state may take under `fft run`.
+    """
     from rich.table import Table
 
+    from fft.launch.memory import about_memory
     from fft.protocol.load import load_spec
     from fft.protocol.timeouts import from_env, from_pairs, resolve
 
@@ -90,6 +103,7 @@ def config(
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
     console().print(table)
+    put(f"{about_memory()}\n")
 
 
 def doctor() -> None:

@@ -53,7 +53,9 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
+    from fft.launch.bad_hosts import bad_hosts, lines
     from fft.trace.report import RunReport
+    from fft.trace.starts import root_of
 
     with plain_errors():
         folder = trace_folder(directory)
@@ -75,10 +77,11 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            put(json.dumps(RunReport(folder).to_json(), indent=2) + "\n")
+            told = {**RunReport(folder).to_json(), "bad_hosts": bad_hosts(root_of(folder))}
+            put(json.dumps(told, indent=2) + "\n")
             return
         found = RunReport(folder)
-        shown = list(found.parts())
+        shown = [*found.parts(), *lines(root_of(folder))]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

@@ -8,6 +8,7 @@ has ended.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -40,7 +41,16 @@ export FFT_TOKEN_FILE="$run/job.token"
 alive() { kill -0 "$@" 2>/dev/null; }
 # The last task of an array has the id of the whole array.
 id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-requeue() { scontrol requeue "${id:-$SLURM_JOB_ID}" && exit 0; }
+requeue() { scontrol requeue "${id:-$SLURM_JOB_ID}" && { avoid; exit 0; }; }
+# The next allocation has no host that FFT has found to be bad, if there are enough others.
+avoid() {
+  local list="$run/traces/bad-hosts" given
+  [ -s "$list" ] || return
+  [ "$(sinfo -hN -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u |
+    grep -vxFcf "$list")" -ge "$SLURM_JOB_NUM_NODES" ] || return
+  given=$(squeue -h -j "${id:-$SLURM_JOB_ID}" -o %x | grep -vx '(null)')
+  scontrol update JobId="${id:-$SLURM_JOB_ID}" ExcNodeList="${given:+$given,}$(paste -sd, "$list")"
+}
 tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
 """
 
@@ -56,7 +66,11 @@ export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
 _STEPS = """
 # One step for each group and each spare node. If the node of this shell is lost, SLURM lets
 # the steps of the others run. They put the job back into the queue, because the bus is lost.
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+# The first one has the bus; bad hosts come last, and so become the spare ones.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+  awk -v bad=" $(paste -sd' ' "$run/traces/bad-hosts" 2>/dev/null) " \\
+    'NR == 1 || !index(bad, " " $1 " ") { print; next } { last[++n] = $1 }
+     END { for (i = 1; i <= n; i++) print last[i] }'))
 steps=()
 part='trap : USR1 TERM  # they reach all processes of a step, and fft run handles them
 "$@"; status=$?
@@ -134,7 +148,8 @@ until [ -s "$run/bus" ]; do
   tick
 done
 export "$(< "$run/bus")"
-"${fft[@]}" run "${options[@]}" --first-group "$SLURM_ARRAY_TASK_ID" --groups 1 "${script[@]}" &
+"${fft[@]}" run "${options[@]}" --groups 1 \\
+  --first-group "$((SLURM_ARRAY_TASK_ID / @PARTS_OF_GROUP@))" "${script[@]}" &
 child=$!
 while alive "$child"; do wait "$child"; done
 wait "$child"
@@ -193,7 +208,8 @@ class SlurmJob:
     def group_script(self) -> str:
         """Return the script of the array whose tasks are the groups."""
         options = [*self._options("group-%a.out"), "--nodes=1", "--ntasks=1"]
-        options.append(f"--array=0-{self.placement.groups - 1}")
+        tasks = self.placement.groups * self.placement.parts_of_group
+        options.append(f"--array=0-{tasks - 1}")
         return self._filled(_GROUP, [*options, *self.sbatch])
 
     def _options(self, output: str, suffix: str = "") -> list[str]:
@@ -232,11 +248,10 @@ class SlurmJob:
             "SCRIPT": shlex.join(self.script),
             "RUN_OPTIONS": shlex.join(run),
             "GROUPS": str(self.placement.groups),
+            "PARTS_OF_GROUP": str(self.placement.parts_of_group),
         }
-        text = _HEAD + text
-        for name, value in values.items():
-            text = text.replace(f"@{name}@", value)
-        return text
+        # in one pass, so that an argument of the script that looks like a name stays as it is
+        return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
 
 
 assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node

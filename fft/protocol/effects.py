@@ -58,7 +58,17 @@ from fft.messages.protocol import (
 )
 from fft.protocol import apart
 from fft.protocol.apart import own_lease, standing
-from fft.protocol.flow import ended_before, held_for, is_last, may_leave, needed_of, seen, step_due
+from fft.protocol.flow import (
+    ended_before,
+    held_for,
+    is_last,
+    may_leave,
+    needed_of,
+    seen,
+    step_due,
+    why_it_leaves,
+    why_left,
+)
 from fft.protocol.forming import base_of, next_epoch
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -87,8 +97,11 @@ from fft.protocol.state import (
 )
 from fft.protocol.tally import Abort, Commit, Live, Tally, verdict_on
 
-Action = Callable[[Local, Config, Event], Iterable[Effect]]
+Action = Callable[..., Iterable[Effect]]
+"""(state, configuration, event) and, for some, the argument in the row → effects."""
 EFFECTS: dict[str, Action] = {}
+STOPS: dict[str, Callable[[Local, Config, Event], Effect]] = {}
+"""The reasons of ``stop``, each with the text and the error that the participant ends with."""
 
 
 def action(function: Action) -> Action:
@@ -97,13 +110,16 @@ def action(function: Action) -> Action:
     return function
 
 
+def stops(function: Callable[[Local, Config, Event], Effect]) -> None:
+    """Register a reason of ``stop`` under its function name."""
+    STOPS[function.__name__] = function
+
+
 _LONGEST_PAUSE = 64.0
 """Longest pause, in units of the ``pause`` timeout."""
-_LONGER = 1.5
-"""Factor of a window for participants that must not be the first to give up."""
 
 
-def arm(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
+def set_timer(s: Local, c: Config, name: str, factor: float = 1.0) -> SetTimer:
     """Arm (or re-arm) one timer for ``factor`` times its configured seconds."""
     s.timer_serial += 1
     s.timers = {**s.timers, name: s.timer_serial}
@@ -121,7 +137,7 @@ def count_rollback(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Wait before the next epoch; each further rollback in a row doubles the pause: 1, 2, 4 …"""
     s.paused = True
-    yield arm(s, c, "pause", min(2.0 ** (s.rollbacks - FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
+    yield set_timer(s, c, "pause", min(2.0 ** (s.rollbacks - FREE_ROLLBACKS - 1), _LONGEST_PAUSE))
 
 
 @action
@@ -132,53 +148,17 @@ def end_pause(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
+def arm(s: Local, c: Config, event: Event, timer: str) -> Iterable[Effect]:
+    """Arm or rearm a timer, ``timer`` or ``timer factor``."""
+    name, *factor = timer.split()
+    yield set_timer(s, c, name, *map(float, factor))
+
+
+@action
 def rearm(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Rearm the timer that fired."""
     assert isinstance(event, Timer)
-    yield arm(s, c, event.name)
-
-
-@action
-def rearm_join_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the window after a sign of life from a member, which will admit this group."""
-    yield arm(s, c, "join_window")
-
-
-@action
-def rearm_quorum(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the limit for an epoch, because the members may take as long as their step takes."""
-    yield arm(s, c, "quorum")
-
-
-@action
-def rearm_ack_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the window, because the members acknowledge to another coordinator."""
-    yield arm(s, c, "ack_window")
-
-
-@action
-def rearm_coordinator_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the window after a sign of life from the coordinator."""
-    yield arm(s, c, "coordinator_window")
-
-
-@action
-def arm_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start the time that the members of the new epoch have to enter its barrier."""
-    yield arm(s, c, "ready_window")
-
-
-@action
-def arm_longer_ready_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start a longer window, because the coordinator knows the absent members and gives up
-    first."""
-    yield arm(s, c, "ready_window", _LONGER)
-
-
-@action
-def arm_reform_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start the time that the next epoch waits for the replacement of a lost process."""
-    yield arm(s, c, "reform_window")
+    yield set_timer(s, c, event.name)
 
 
 @action
@@ -195,24 +175,6 @@ def note_bus_down(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.deaf |= event.for_good
     s.bus_down = True
     return ()
-
-
-@action
-def arm_bus_retry(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start the time until the next retry on the bus."""
-    yield arm(s, c, "bus_retry")
-
-
-@action
-def arm_bus_limit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Start the time within which the bus must answer again."""
-    yield arm(s, c, "bus_limit")
-
-
-@action
-def arm_bus_quiet(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the time without a failure after which the trouble with the bus is over."""
-    yield arm(s, c, "bus_quiet")
 
 
 @action
@@ -317,7 +279,8 @@ def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Broadcast that no participant needs to wait for this one."""
-    yield Broadcast(Leave(c.me, getattr(event, "cause", "") or "shut down"))
+    cause = getattr(event, "cause", "") or "shut down"
+    yield Broadcast(Leave(c.me, cause, why_it_leaves(s, c, event)))
 
 
 @action
@@ -525,6 +488,7 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "returned": s.head.returned,
         "bound": s.head.bound,
         "standing": s.head.standing,
+        "checkpoint": s.head.checkpoint,
         "fetched": fetched_after(s, skip=True),
         "by": c.me,
         **fields,
@@ -560,6 +524,7 @@ def _cause_now(s: Local) -> Cause:
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
+    assert s.head is not None, "a txn exists only after an epoch record"
     commit = Tally.of(votes).commit()
     skip = commit.skip
     after = committed(s, c, skip)
@@ -567,7 +532,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     asked = {p.group for p in s.leaving if p in set(member_peers(s))}
     leavers = commit.leaving | {group for group in asked if may_leave(s, group)}
     if c.bound:
-        return _end_of_synchronisation(s, c, commit, after, set(leavers & present))
+        return _end_of_synchronisation(s, c, votes, commit, after, set(leavers & present))
     return _successor(
         s,
         c,
@@ -581,15 +546,17 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         fetched=fetched_after(s, skip),
         skip=skip,
         change=bool(leavers or joiners(s, c)),
-        leavers=tuple(sorted(leavers & present)),
+        leavers=(gone := tuple(sorted(leavers & present))),
+        reasons=tuple(why_left(s, c, votes, group) for group in gone),
         last=leavers >= present,
         seen=commit.seen,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         live=commit.part if isinstance(commit, Live) else "",
     )
 
 
 def _end_of_synchronisation(
-    s: Local, c: Config, commit: Commit, after: Base, leavers: set[str]
+    s: Local, c: Config, votes: Sequence[Vote], commit: Commit, after: Base, leavers: set[str]
 ) -> Record:
     """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
 
@@ -614,8 +581,10 @@ def _end_of_synchronisation(
         fetched=fetched_after(s, commit.skip),
         standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
         skip=commit.skip,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         change=True,
         leavers=gone,
+        reasons=tuple(why_left(s, c, votes, group) for group in gone),
         last=leavers >= {g.group for g in members(s)},
     )
 
@@ -705,7 +674,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
+    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 
 
@@ -839,7 +809,7 @@ def suspect_silent(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def suspect_coordinator(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Suspect the coordinator: it sent no sign of life within the window."""
     silent = coordinator(s)
-    assert silent is not None, "the part is guarded by another_gathers"
+    assert silent is not None, "another participant gathers"
     s.suspected |= {silent}
     return ()
 
@@ -979,12 +949,6 @@ def suspect_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 @action
-def rearm_apart_window(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Restart the window after a sign of life from a group that is waited for."""
-    yield arm(s, c, "apart_window")
-
-
-@action
 def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take over a newer record of another scope. Slices that it has taken stay taken."""
     assert isinstance(event, ScopeRecord)
@@ -1007,12 +971,12 @@ def tell_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield TellHeld(s.token, step_due(s), other.scope, other.cursor, needed_of(s, c, other))
 
 
-@action
-def stop_held(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: another scope has not proceeded in time."""
+@stops
+def held(s: Local, c: Config, event: Event) -> Effect:
+    """Another scope has not proceeded in time."""
     other = held_for(s, c)
     assert other is not None, "it is held"
-    yield Finish(
+    return Finish(
         f"step {step_due(s)} waits until scope {other.scope!r} has taken {needed_of(s, c, other)} "
         f"slices of the data; it has stood at {other.cursor} for {c.timeouts['flow_limit']:g} s; "
         "its own ranks say why",
@@ -1037,6 +1001,12 @@ def finish(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     yield Finish(getattr(event, "cause", "") or "left after a commit")
 
 
+@action
+def stop(s: Local, c: Config, event: Event, reason: str) -> Iterable[Effect]:
+    """End with an error."""
+    yield STOPS[reason](s, c, event)
+
+
 def _fenced(me: Peer, newer: str) -> Effect:
     return Finish(
         f"{me} is replaced by {newer}, which took the same replica_id and rank; give each process "
@@ -1049,65 +1019,65 @@ def _in_words(newer: Peer, entry: Hello | RankEntry) -> str:
     return f"{newer} (pid {entry.pid} on {entry.host})"
 
 
-@action
-def stop_fenced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: a newer incarnation of this identity asks to join."""
+@stops
+def fenced(s: Local, c: Config, event: Event) -> Effect:
+    """A newer incarnation of this identity asks to join."""
     assert isinstance(event, Join)
-    yield _fenced(c.me, _in_words(event.hello.peer, event.hello))
+    return _fenced(c.me, _in_words(event.hello.peer, event.hello))
 
 
-@action
-def stop_answered(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: a newer incarnation of this identity has answered."""
+@stops
+def answered(s: Local, c: Config, event: Event) -> Effect:
+    """A newer incarnation of this identity has answered."""
     assert isinstance(event, Here)
-    yield _fenced(c.me, f"{event.peer}")
+    return _fenced(c.me, f"{event.peer}")
 
 
-@action
-def stop_replaced(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: a newer incarnation of this identity is in the newest epoch."""
+@stops
+def replaced(s: Local, c: Config, event: Event) -> Effect:
+    """A newer incarnation of this identity is in the newest epoch."""
     assert s.head is not None, "replaced by a record"
     newer = s.head.entries[c.me.group, c.me.rank]
-    yield _fenced(c.me, _in_words(c.me._replace(inc=newer.inc), newer))
+    return _fenced(c.me, _in_words(c.me._replace(inc=newer.inc), newer))
 
 
-@action
-def stop_ended(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: the job has ended."""
+@stops
+def ended(s: Local, c: Config, event: Event) -> Effect:
+    """The job has ended."""
     assert s.head is not None
-    yield Finish(
+    return Finish(
         "the job had ended before this process joined it: all groups left after step "
         f"{s.head.step}; to train further, start a new job from a checkpoint",
         error="JobEnded",
     )
 
 
-@action
-def stop_mates_missing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: this group has not become whole in time."""
+@stops
+def mates_missing(s: Local, c: Config, event: Event) -> Effect:
+    """This group has not become whole in time."""
     ranks = ", ".join(map(str, missing_mates(s, c)))
-    yield Finish(
+    return Finish(
         f"rank {ranks} of group {c.me.group} did not join within {c.timeouts['quorum']:g} s; all "
         "ranks of a group must start together: start the whole group again",
         error="NotEnoughGroups",
     )
 
 
-@action
-def stop_no_epoch(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: the coordinator has not formed an epoch in time."""
-    yield Finish(
+@stops
+def no_epoch(s: Local, c: Config, event: Event) -> Effect:
+    """The coordinator has not formed an epoch in time."""
+    return Finish(
         f"{coordinator(s)} gathers the acknowledgements, and formed no epoch within "
         f"{c.timeouts['quorum']:g} s; its own error says why",
         error="NoEpoch",
     )
 
 
-@action
-def stop_too_few(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: too few groups have joined in time."""
+@stops
+def too_few(s: Local, c: Config, event: Event) -> Effect:
+    """Too few groups have joined in time."""
     rules = "".join(f", counted after {kind}({n})" for kind, n in c.rules)
-    yield Finish(
+    return Finish(
         f"{len(whole_groups(s, c))} whole replica groups within {c.timeouts['quorum']:g} s, but "
         f"min_replica_size is {c.min_groups}{rules}; start the missing groups, or raise "
         "quorum_timeout",
@@ -1127,12 +1097,12 @@ def _steps_held(s: Local, groups: list[list[Hello]]) -> str:
     )
 
 
-@action
-def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: there are enough groups, but none holds the job's newest state."""
+@stops
+def no_state(s: Local, c: Config, event: Event) -> Effect:
+    """There are enough groups, but none holds the job's newest state."""
     groups = whole_groups(s, c)
     step = base_of(s, groups).step
-    yield Finish(
+    return Finish(
         f"no live replica group holds the state of the job at step {step}, and none came within "
         f"{c.timeouts['quorum']:g} s; start the job again, from a checkpoint if it has one; the "
         f"same job name may be used again{_steps_held(s, groups)}",
@@ -1140,11 +1110,11 @@ def stop_no_state(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     )
 
 
-@action
-def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: no process holds the job's newest state, and none can provide it."""
+@stops
+def state_gone(s: Local, c: Config, event: Event) -> Effect:
+    """No process holds the job's newest state, and none can provide it."""
     assert s.head is not None
-    yield Finish(
+    return Finish(
         f"no process holds the state of the job at step {s.head.step} any more: each one that had "
         "it has ended, or its update failed; start the job again, from a checkpoint if it has one; "
         "the same job name may be used again",
@@ -1152,11 +1122,11 @@ def stop_state_gone(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     )
 
 
-@action
-def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: replicas differ."""
+@stops
+def diverged(s: Local, c: Config, event: Event) -> Effect:
+    """Replicas differ."""
     assert s.head is not None
-    yield Finish(
+    return Finish(
         f"{s.head.cause}. Equal replicas must stay equal: look for parameters that are changed "
         "outside of the optimizer step, gradients that are used before their reduction is over or "
         "that take no part in one, values that differ between groups (seeds, data, environment), "
@@ -1166,16 +1136,16 @@ def stop_diverged(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     )
 
 
-@action
-def stop_in_doubt(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: the bus stayed unreachable, and it is unknown whether the vote led to a COMMIT."""
-    yield _without_bus(s, c, "in doubt: voted YES, decision unknown; ")
+@stops
+def in_doubt(s: Local, c: Config, event: Event) -> Effect:
+    """The bus stayed unreachable, and it is unknown whether the vote led to a COMMIT."""
+    return _without_bus(s, c, "in doubt: voted YES, decision unknown; ")
 
 
-@action
-def stop_without_bus(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Stop: the bus stayed unreachable."""
-    yield _without_bus(s, c)
+@stops
+def without_bus(s: Local, c: Config, event: Event) -> Effect:
+    """The bus stayed unreachable."""
+    return _without_bus(s, c)
 
 
 def _without_bus(s: Local, c: Config, doubt: str = "") -> Effect:
@@ -1199,7 +1169,7 @@ def _assume(s: Local, record: Record) -> None:
 @action
 def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Assume COMMIT without asking the register or any participant. Wrong on purpose."""
-    record = replace(commit_record(s, c, ()), change=False, leavers=(), last=False)
+    record = replace(commit_record(s, c, ()), change=False, leavers=(), reasons=(), last=False)
     _assume(s, record)
     return ()
 

@@ -1,4 +1,4 @@
-"""Diagrams of a spec's machine or scopes, as Mermaid or Graphviz DOT. Pure.
+"""Diagrams of a spec's machine or scopes, as Mermaid or Graphviz DOT, and one state as text. Pure.
 
 The diagram of the scopes shows which scope commits which parameters, and what flows between them.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fft.protocol.spec import FsmSpec, MachineSpec, SubState
+from fft.errors import FftError
+from fft.protocol.spec import FsmSpec, MachineSpec, Part, SubState
+from fft.util.names import unknown
 
 
 def edges(spec: MachineSpec) -> Iterator[tuple[str, str, str]]:
@@ -74,6 +76,34 @@ def to_dot(spec: MachineSpec) -> str:
         lines.append(f'  "{source}" -> "{target}" [label="{text}"];')
     lines.append("}")
     return "\n".join(lines) + "\n"
+
+
+def reactions(spec: MachineSpec, name: str) -> Iterator[str]:
+    """Yield all that applies to a state, as lines: timers, rows with those of its outer state and
+    of ``common``, and the events that it ignores or defers. Sequences are written out.
+
+    Raises:
+        FftError: There is no such state.
+    """
+    if name not in spec.leaves:
+        raise FftError(unknown("state", name, spec.leaves))
+    leaf = spec.leaves[name]
+    yield f"{name} ({leaf.state.role})"
+    if leaf.state.timers:
+        yield f"  timers: {', '.join(leaf.state.timers)}"
+    for event, rows in [*leaf.on.items(), ("after every event", leaf.exit)]:
+        if rows:
+            yield f"  {event}"
+        for row in rows:
+            where, why = f" → {row.to}" if row.to else "", f" ({row.why})" if row.why else ""
+            yield f"    {_label('', row.guard) or 'else'}{where}{why}"
+            for part in (p for effect in row.effects for p in spec.sequences.get(effect, [effect])):
+                known = part if isinstance(part, Part) else Part(effects=[part])
+                for each in known.effects:
+                    yield "      " + " ".join(filter(None, [_label("", known.guard), each]))
+    for verb, events in (("ignores", leaf.ignore), ("defers", leaf.defer)):
+        for event, why in events.items():
+            yield f"  {verb} {event}: {why}"
 
 
 def _scopes(spec: FsmSpec) -> Iterator[tuple[str, list[str]]]:

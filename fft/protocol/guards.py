@@ -50,7 +50,8 @@ from fft.protocol.state import (
 )
 from fft.protocol.tally import Abort, Commit, verdict_on
 
-Guard = Callable[[Local, Config, Event], bool]
+Guard = Callable[..., bool]
+"""(state, configuration, event) and, for some, the argument in the row → whether it holds."""
 GUARDS: dict[str, Guard] = {}
 
 
@@ -204,9 +205,9 @@ def ends_a_txn(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def not_proposed(s: Local, c: Config, event: Event) -> bool:
-    """This participant has no proposal under way."""
-    return not s.proposed
+def proposed(s: Local, c: Config, event: Event) -> bool:
+    """This participant has a proposal under way."""
+    return s.proposed
 
 
 @guard
@@ -328,6 +329,16 @@ def mates_are_here(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def mates_may_come(s: Local, c: Config, event: Event) -> bool:
+    """All ranks of this group ask to join, or other hosts have some of them.
+
+    A lost host may come back, or another one may take its place. The ranks here wait for it as
+    long as the job goes on.
+    """
+    return c.spans_hosts or not missing_mates(s, c)
+
+
+@guard
 def enough_groups(s: Local, c: Config, event: Event) -> bool:
     """There are at least as many whole groups as an epoch needs."""
     return suffice(whole_groups(s, c), c)
@@ -428,21 +439,9 @@ def i_coordinate(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def i_report(s: Local, c: Config, event: Event) -> bool:
-    """Another participant collects the `ack` and `ready` messages, or every participant does."""
-    return coordinator(s) != c.me
-
-
-@guard
 def i_gather(s: Local, c: Config, event: Event) -> bool:
     """This participant collects them, as the coordinator or because all broadcast without one."""
     return coordinator(s) in (None, c.me)
-
-
-@guard
-def another_gathers(s: Local, c: Config, event: Event) -> bool:
-    """Another participant is the coordinator."""
-    return coordinator(s) not in (None, c.me)
 
 
 @guard
@@ -473,9 +472,9 @@ def is_replaced(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def nobody_reforms(s: Local, c: Config, event: Event) -> bool:
-    """No group of the epoch waits for a replacement of a lost process."""
-    return not (s.reforming and awaited(s, c))
+def awaits_successor(s: Local, c: Config, event: Event) -> bool:
+    """A group of the epoch waits for a replacement of a lost process."""
+    return bool(s.reforming and awaited(s, c))
 
 
 @guard
@@ -521,9 +520,9 @@ def fails_too_often(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def not_paused(s: Local, c: Config, event: Event) -> bool:
-    """No pause after repeated rollbacks is running."""
-    return not s.paused
+def paused(s: Local, c: Config, event: Event) -> bool:
+    """A pause after repeated rollbacks is running."""
+    return s.paused
 
 
 @guard
@@ -591,15 +590,9 @@ def missed_messages(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def no_retry_due(s: Local, c: Config, event: Event) -> bool:
-    """The retry timer is not armed."""
-    return "bus_retry" not in s.timers
-
-
-@guard
-def no_limit_set(s: Local, c: Config, event: Event) -> bool:
-    """The timer that limits the loss of the bus is not armed."""
-    return "bus_limit" not in s.timers
+def armed(s: Local, c: Config, event: Event, timer: str) -> bool:
+    """The timer is armed."""
+    return timer in s.timers
 
 
 @guard

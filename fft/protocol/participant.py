@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from fft.messages.effects import ClearTimers, Effect
@@ -39,7 +40,7 @@ from fft.messages.protocol import (
     Suspect,
     Timer,
 )
-from fft.protocol.effects import EFFECTS, Action, arm
+from fft.protocol.effects import EFFECTS, Action, set_timer
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
 from fft.protocol.spec import Part, Row, outermost
@@ -201,7 +202,13 @@ class Participant:
         return True
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
-        return lambda name: self.guards[name](s, self.config, event)
+        return partial(self._holds, s, event)
+
+    def _holds(self, s: Local, event: Event, name: str) -> bool:
+        word, _, argument = name.partition(" ")
+        if word == "not":
+            return not self._holds(s, event, argument)
+        return self.guards[word](s, self.config, event, *filter(None, [argument]))
 
     def _enter(self, s: Local, out: Outcome, now: float) -> None:
         s.since = now
@@ -210,7 +217,7 @@ class Participant:
             s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
             out.effects.append(ClearTimers(gone))
         for name in self.table.spec.leaves[s.state].state.timers:
-            out.effects.append(arm(s, self.config, name))
+            out.effects.append(set_timer(s, self.config, name))
 
     def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:
         asks = self._checker(s, event)
@@ -225,7 +232,8 @@ class Participant:
 
     def _act(self, s: Local, out: Outcome, event: Event, step: Step, name: str) -> None:
         step.effects.append(name)
-        out.effects += self.actions[name](s, self.config, event)
+        word, _, argument = name.partition(" ")
+        out.effects += self.actions[word](s, self.config, event, *filter(None, [argument]))
 
 
 # --- fencing ------------------------------------------------------------------------------------

@@ -11,18 +11,35 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fft.protocol.roles import Role
 from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
 from fft.protocol.state import Elsewhere
 
 
+def _in_one_text(value: Any) -> Any:
+    """Return a name with its argument as one text: ``{arm: {ready_window: 1.5}}`` as ``arm
+    ready_window 1.5``."""
+    if not isinstance(value, dict) or len(value) != 1 or value.keys() & Part.model_fields.keys():
+        return value
+    ((word, argument),) = value.items()
+    return f"{word} {_in_one_text(argument)}"
+
+
+Name = Annotated[str, BeforeValidator(_in_one_text, json_schema_input_type=str | dict[str, Any])]
+"""A guard or an effect, in a file also ``{not: guard}`` and ``{name: argument}``."""
+
+
 class Part(Strict):
     """Effects of a sequence that run if all guards hold when the sequence reaches them."""
 
-    guard: list[str] = Field(default_factory=list, description="names; all must hold")
-    effects: list[str] = Field(default_factory=list, description="names; run in this order")
+    guard: list[Name] = Field(
+        default_factory=list, description="names; all must hold; {not: name} must not hold"
+    )
+    effects: list[Name] = Field(
+        default_factory=list, description="names, or {name: argument}; run in this order"
+    )
     why: str = Field("", description="a sentence for the reader and the diagram")
     elsewhere: str = Field(
         "", description="why no search of the checker takes the row, and the test that does"
@@ -192,7 +209,7 @@ class MachineSpec(Strict):
         "engine", description="whose table it is; tells which names it may use"
     )
     timers: dict[str, TimerSpec] = Field(default_factory=dict)
-    sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
+    sequences: dict[str, Annotated[list[Name | Part], Field(min_length=1)]] = Field(
         default_factory=dict,
         description="effects that rows share, in order; a part with guards runs if they hold",
     )
@@ -310,6 +327,6 @@ class ThreadSpec(MachineSpec):
 
     machine: Literal["main_thread"]
     timers: dict[str, TimerSpec] = Field(default_factory=dict, max_length=0)
-    sequences: dict[str, Annotated[list[str | Part], Field(min_length=1)]] = Field(
+    sequences: dict[str, Annotated[list[Name | Part], Field(min_length=1)]] = Field(
         default_factory=dict, max_length=0
     )

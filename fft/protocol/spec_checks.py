@@ -103,16 +103,33 @@ def _row_names(spec: MachineSpec, words: Vocabulary, place: Place, row: Row) -> 
         yield (*place, "to"), f"{row.to} has sub-states; say which one: {inner}"
     elif row.to is not None and row.to not in spec.leaves:
         yield (*place, "to"), unknown("state", row.to, spec.leaves)
-    yield from _part_names(place, row, words.guards, words.effects | spec.sequences.keys())
+    yield from _part_names(spec, words, place, row, words.effects | spec.sequences.keys())
 
 
-def _part_names(place: Place, part: Part, guards: Set[str], effects: Set[str]) -> Iterator[Problem]:
+def _part_names(
+    spec: MachineSpec, words: Vocabulary, place: Place, part: Part, effects: Set[str]
+) -> Iterator[Problem]:
     for i, name in enumerate(part.guard):
-        if name not in guards:
-            yield (*place, "guard", i), unknown("guard", name, guards)
+        at = (*place, "guard", i)
+        yield from _name(spec, words, at, name.removeprefix("not "), words.guards)
     for i, name in enumerate(part.effects):
-        if name not in effects:
-            yield (*place, "effects", i), unknown("effect", name, effects)
+        yield from _name(spec, words, (*place, "effects", i), name, effects)
+
+
+def _name(
+    spec: MachineSpec, words: Vocabulary, place: Place, name: str, known: Set[str]
+) -> Iterator[Problem]:
+    """One name, with its argument if it takes one."""
+    word, _, argument = name.partition(" ")
+    given, _, factor = argument.partition(" ")
+    values = words.arguments.get(word, frozenset({""}))
+    values = spec.timers.keys() if values is None else values
+    if word not in known:
+        yield place, unknown("guard" if known is words.guards else "effect", word, known)
+    elif given not in values:
+        yield place, unknown(f"argument of {word}", given, values)
+    elif factor and (word != "arm" or not factor.replace(".", "", 1).strip("0").isdigit()):
+        yield place, f"{argument!r}: {word} takes a name, and arm a factor above 0 after it"
 
 
 def _sequences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
@@ -125,9 +142,9 @@ def _sequences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
             yield place, f"no row has the sequence {name!r}; remove it"
         for i, part in enumerate(parts):
             if isinstance(part, Part):
-                yield from _part_names((*place, i), part, words.guards, words.effects)
-            elif part not in words.effects:
-                yield (*place, i), unknown("effect", part, words.effects)
+                yield from _part_names(spec, words, (*place, i), part, words.effects)
+            else:
+                yield from _name(spec, words, (*place, i), part, words.effects)
 
 
 def _silent_lists(spec: MachineSpec) -> Iterator[tuple[Place, dict[str, str]]]:

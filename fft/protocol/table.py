@@ -18,6 +18,7 @@ those of its sub-states.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,10 +46,11 @@ class Turn:
     """Results of the guards evaluated so far."""
 
     def ask(self, name: str) -> bool:
-        """Whether the guard holds; each guard is evaluated once."""
-        if name not in self.guards:
-            self.guards[name] = self.check(name)
-        return self.guards[name]
+        """Whether the guard holds, or does not for ``not guard``; each is evaluated once."""
+        word = sys.intern(name.removeprefix("not "))
+        if word not in self.guards:
+            self.guards[word] = self.check(word)
+        return self.guards[word] == (word == name)
 
     def allows(self, row: Row) -> bool:
         """Whether all guards of the row hold; stops at the first one that does not."""

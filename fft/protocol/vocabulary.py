@@ -7,13 +7,13 @@ manager, the checker's model and the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import get_args
 
 from fft.messages.effects import Apply, Finish, Heal, Restore, StartTxn
 from fft.messages.protocol import Event, Timer
-from fft.protocol.effects import EFFECTS
+from fft.protocol.effects import EFFECTS, STOPS
 from fft.protocol.guards import GUARDS
 from fft.protocol.roles import EngineRole, ThreadRole
 
@@ -31,6 +31,8 @@ class Vocabulary:
     may_defer: bool = True
     all_used: bool = False
     """Every name must be used by a row. If False, an unused name may belong to another paradigm."""
+    arguments: Mapping[str, Set[str] | None] = field(default_factory=dict)
+    """The names that take an argument, and its values; None: a timer of the spec."""
 
 
 _ENGINE_EVENTS = frozenset(
@@ -43,6 +45,7 @@ ENGINE = Vocabulary(
     EFFECTS.keys(),
     frozenset(get_args(EngineRole)),
     answered=_ENGINE_EVENTS,
+    arguments={"stop": STOPS.keys(), "arm": None, "armed": None},
 )
 
 COMMANDS = {

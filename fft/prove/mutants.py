@@ -615,7 +615,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "decided",
         small(early=1),
         instead(
-            "voting", "timer.vote_window", to="terminal", effects=["say_leave", "stop_in_doubt"]
+            "voting", "timer.vote_window", to="terminal", effects=["say_leave", "stop in_doubt"]
         ),
     ),
     Mutant(

@@ -432,8 +432,8 @@ _WHOLE = Bounds("mutant", ranks=2, commits=0, faults=0, lost="replaced")
 _ALONE = Bounds("mutant", ranks=2, commits=0, faults=0, lost="waiting")
 
 
-def _always(s: Local, c: Config, event: Event) -> bool:
-    return True
+def _never(s: Local, c: Config, event: Event) -> bool:
+    return False
 
 
 def _never_over(raw: Raw) -> None:
@@ -469,7 +469,7 @@ REFORM: tuple[Mutant, ...] = (
         "The next epoch is formed without the group that gets another process.",
         "reform",
         _WHOLE,
-        participant=planted(guards={"nobody_reforms": _always}),
+        participant=planted(guards={"awaits_successor": _never}),
     ),
     Mutant(
         "waits_for_ever",

@@ -29,13 +29,13 @@ from fft.messages.progress import (
     SpeedReport,
     TraceReport,
 )
-from fft.messages.protocol import Decision, Drain, Healed, Prepared, Record
+from fft.messages.protocol import Decision, Healed, Prepared, Record
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.checkpoint_notes import CheckpointNotes
 from fft.trace.course import Course
 from fft.trace.ends import Comparisons
 from fft.trace.format import FETCHING, IDLE, NO_REFORM, UNREACHABLE, WARNING
-from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
+from fft.trace.inputs import LOOP
 from fft.trace.lines import Header, Line, Note, Transition, record_of
 
 _WINDOW = 1024
@@ -67,26 +67,6 @@ class RankView:
     """Role of the state."""
     reforms: bool = False
     """Its group may lose other ranks and go on with replacements in their places."""
-    leaves: bool = False
-    """It leaves on purpose: its group was asked to leave, or its last step is reached."""
-    asked: bool = False
-    """Its group was asked to leave."""
-    votes_last: bool = False
-    """Its newest vote reports that no step follows the present one."""
-    skips: bool = False
-    """Its newest vote asks to skip a step, as the vote of a rank that stops the training does."""
-    at_end: bool = False
-    """It left with the commit of its last step, or because its shard had no more data: by itself,
-    whether or not it was asked to leave."""
-    has_shard: bool = False
-    """Its group draws from its own shard, which no other group trains."""
-    loop: str = ""
-    """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it has left the job in good order, or is about to."""
-        return self.leaves or self.role == "terminal"
 
     def take(self, line: Line) -> None:
         """Take a line of this incarnation."""
@@ -103,18 +83,8 @@ class RankView:
                 self._move(line)
 
     def _move(self, line: Transition) -> None:
-        match line.event:
-            case Prepared() as vote:
-                self.votes_last = vote.last
-                self.skips = vote.skip and not vote.manifest.block
-            case Drain(groups=groups) if line.group in groups:
-                self.asked = self.leaves = True
-        was, self.role = self.role, line.roles[1]
+        was, self.role, self.state = self.role, line.roles[1], line.to
         self.commits += self.role in COMMITTING and self.role != was
-        self.state = line.to
-        # At its end an asynchronous job does not wait for a group in its local phase.
-        self.at_end |= self.votes_last and self.role == "last_commit"
-        self.leaves |= self.role == "last_commit" or (was, self.role) == ("apart", "terminal")
         self.members = tuple(sorted(line.members))
         # Keep the last fault, but drop the cause of a wait of an asynchronous job once it goes on.
         cause = (line.cause or "").partition("\n")[0]
@@ -130,12 +100,6 @@ class RankView:
         match note, data:
             case "metrics", {"loss": int() | float() as loss}:
                 self.loss = float(loss)
-            case _, {"shard": _} if note == CONSUMED:
-                self.has_shard = True
-            case _ if note == SHARD_ENDED:
-                self.has_shard = self.at_end = self.leaves = True
-            case _ if note == LOOP:
-                self.loop = str(data.get("runs", ""))
             case _ if note == NO_REFORM:
                 self.reforms = False
             case _ if note == UNREACHABLE:
@@ -332,7 +296,6 @@ class History:
             gone, known = known or RankView(0), RankView(line.inc)
             self.gone = max(self.gone, gone.step)
             known.fault, known.is_injected = gone.fault, gone.is_injected
-            known.has_shard = gone.has_shard
             self.ranks[place] = known
         if line.inc == known.inc:
             known.take(line)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.effects import Decide, Effect
 from fft.messages.protocol import Ballot, Event, Vote
-from fft.protocol.effects import EFFECTS, Action, abort_record
+from fft.protocol.effects import EFFECTS, STOPS, Action, abort_record
 from fft.protocol.equality import differing, gradient_digest, unequal_data
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.participant import Participant
@@ -82,6 +83,16 @@ def _forget_digest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
+def _not(name: str) -> Guard:
+    return lambda s, c, event: not GUARDS[name](s, c, event)
+
+
+_ARMED = (
+    *("bus_retry", "bus_limit", "bus_quiet", "reform_window", "ready_window"),
+    *("join_window", "quorum", "ack_window", "coordinator_window", "apart_window"),
+)
+
+
 class OlderParticipant(Participant):
     """The core with the names of older tables."""
 
@@ -92,6 +103,13 @@ class OlderParticipant(Participant):
         "odd_ones_known": _odd_ones_known,
         "learned_meanwhile": lambda s, c, event: c.me.group in learners(s),
         "all_others_left": GUARDS["too_few_remain"],
+        "not_proposed": _not("proposed"),
+        "not_paused": _not("paused"),
+        "nobody_reforms": _not("awaits_successor"),
+        "i_report": _not("i_coordinate"),
+        "another_gathers": _not("i_gather"),
+        "no_retry_due": lambda s, *_: "bus_retry" not in s.timers,
+        "no_limit_set": lambda s, *_: "bus_limit" not in s.timers,
     }
     actions = {
         **EFFECTS,
@@ -106,4 +124,8 @@ class OlderParticipant(Participant):
         "propose_end": _propose_end,
         "propose_live": EFFECTS["propose_commit"],
         "forget_digest": _forget_digest,
+        **{f"stop_{reason}": partial(EFFECTS["stop"], reason=reason) for reason in STOPS},
+        **{f"arm_{timer}": partial(EFFECTS["arm"], timer=timer) for timer in _ARMED},
+        **{f"rearm_{timer}": partial(EFFECTS["arm"], timer=timer) for timer in _ARMED},
+        "arm_longer_ready_window": partial(EFFECTS["arm"], timer="ready_window 1.5"),
     }

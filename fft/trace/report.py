@@ -434,10 +434,17 @@ class RunReport:
         where = f"from the checkpoint of step {max(begun, default=0)}"
         if not any(begun):
             where = "at its beginning" if begun else "at a step that its traces do not tell"
+        lines = (line for _, _, line, _ in merged_lines(after)) if begun else ()
+        notes = (x.data for x in lines if isinstance(x, Note) and x.note == "resumed")
+        data = next(notes, {})
+        if data.get("tier") == "memory":
+            where = f"{where} in memory"
+        unused = data.get("unused", ())
+        unused = "".join(f"\n  a copy in memory was not used: {why}" for why in unused)
         least = " at least" if self.damages else ""
         return (
             f"this start had come to step {self.history.step}{least} when it ended; the job was "
-            f"started again {where}: fft report {after}"
+            f"started again {where}: fft report {after}{unused}"
         )
 
     def checkpoints(self) -> str | None:

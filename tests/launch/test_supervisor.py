@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forged import rewrite
 from supervisor_stage import WAIT_S, Actor, Job, Stage, running
 from waiting import wait_until
 
@@ -25,7 +26,7 @@ from fft.bus import open_bus
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, ending
-from fft.launch.supervisor.groups import Pauses
+from fft.launch.supervisor.groups import Restarts
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Death, Drain, Suspect, decode, encode
 from fft.operate import drain
@@ -57,7 +58,12 @@ def trace(job: Job, group: int, rank: int, inc: int, *records: str) -> None:
     """Append to the trace of one incarnation, as the child itself would."""
     path = job.trace_dir / f"g{group}r{rank}i{inc}.jsonl"
     with path.open("a") as file:
-        file.writelines(records)
+        file.writelines(by(group, rank, inc, each) for each in records)
+
+
+def by(group: int, rank: int, inc: int, text: str) -> str:
+    """Return the line with the process that has written it."""
+    return record(group=str(group), rank=rank, inc=inc, **json.loads(text))
 
 
 def at_work(step: int, epoch: int, members: list[str]) -> str:
@@ -74,7 +80,7 @@ def two_at_work(job: Job, stage: Stage, step: int) -> dict[tuple[str, str], Acto
 
 
 def inject(name: str, kind: str, step: int, epoch: int) -> str:
-    data = {"name": name, "kind": kind}
+    data = {"name": name, "kind": kind, "step": step}
     return record(kind="note", note="inject", data=data, step=step, epoch=epoch)
 
 
@@ -154,11 +160,52 @@ def test_death_is_broadcast_at_once_and_the_group_restarts(
 
 
 def test_pauses_grow_to_half_a_minute_and_begin_anew_after_progress() -> None:
-    pauses = Pauses()
-    grown = [pauses.next() for _ in range(10)]
+    restarts = Restarts()
+    grown = [restarts.next() for _ in range(10)]
     assert grown == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    pauses.progressed()
-    assert pauses.next() == 0
+    restarts.progressed()
+    assert restarts.next() == 0
+
+
+def test_restarts_after_preemptions_do_not_use_up_those_after_errors() -> None:
+    restarts = Restarts()
+    for _ in range(4):
+        assert not restarts.are_used_up(2, is_error=False)
+        restarts.next(is_error=False)
+    for _ in range(2):
+        assert not restarts.are_used_up(2)
+        restarts.next()
+    assert restarts.are_used_up(2, is_error=False), "a chain of six without progress"
+    restarts.progressed()
+    assert not restarts.are_used_up(2) and restarts.are_used_up(0)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGSEGV"])
+def test_job_without_a_committed_step_ends_with_a_status_of_its_own(
+    run_job: StartJob, stage: Stage, how: str
+) -> None:
+    """A signal from outside is a preemption, after which more restarts are due."""
+    starts = {"SIGTERM": 4, "SIGSEGV": 2}[how]
+    with run_job(groups=1, ranks=1, max_restarts=1) as job:
+        for _ in range(starts):
+            stage.enter(1)["0", "0"].order(f"die {how}")
+        outcome = job.verdict()
+    assert outcome.exit_status is ExitStatus.NO_PROGRESS
+    assert "group 0 was given up after its last restart" in outcome.lines
+
+
+def test_group_that_is_preempted_while_the_others_commit_is_restarted(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=1) as job:
+        actors = two_at_work(job, stage, 5)
+        preempted = actors["1", "0"]
+        for _ in range(2):
+            preempted.order("die SIGTERM")
+            preempted = stage.enter(1)["1", "0"]
+        for actor in (actors["0", "0"], preempted):
+            actor.order("exit 0")
+        assert job.verdict().exit_status is ExitStatus.COMPLETE
 
 
 def test_group_that_keeps_dying_is_dropped_with_the_tail_of_its_log(
@@ -353,6 +400,8 @@ def test_successful_end_names_the_unfired_faults(
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )
+    for path in (tmp_path / "run").glob("*.jsonl"):
+        rewrite(path, lambda line: [line])  # the report reads a trace to its first damage
     reported = RunReport(tmp_path / "run").fired()
     assert reported is not None and reported.startswith("3 of 4 faults did not fire")
     assert verdict.lines[0].partition(": ")[2].split("; ") == reported.split("\n  ")[1:]
@@ -413,8 +462,8 @@ def test_group_joining_after_the_end_gets_an_error(run_job: StartJob, stage: Sta
 
 def test_steps_of_departed_groups_count(tmp_path: Path) -> None:
     """Otherwise a job whose processes have all been restarted would have committed nothing."""
-    (tmp_path / "g0r0i1.jsonl").write_text(at_work(7, 1, ["0"]))
-    (tmp_path / "g0r0i2.jsonl").write_text(record(kind="transition", step=0, epoch=0, members=[]))
+    (tmp_path / "g0r0i1.jsonl").write_text(by(0, 0, 1, at_work(7, 1, ["0"])))
+    (tmp_path / "g0r0i2.jsonl").write_text(by(0, 0, 2, record(kind="header")))
     tail = TraceTail(tmp_path)
     assert tail.poll().step == 7
     tail.close()
@@ -455,6 +504,7 @@ def test_interrupt_after_lost_state_fails_the_job(run_job: StartJob, stage: Stag
         job.supervisor.interrupt()
         for actor in again.values():
             assert actor.says() == {"heard": "sigterm"}
+            actor.leaves("drained", 0)
             actor.order("exit 0")
         verdict = job.verdict()
     assert not verdict.ok
@@ -642,7 +692,8 @@ def test_job_without_a_commit_reports_the_cause_of_its_wait(
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         cause = "rank 1/0 cannot be reached at 10.0.0.2:4711"
-        trace(job, 0, 0, 1, record(kind="transition", to="ROLLBACK_REQ", cause=cause, step=5))
+        stopped = {"to": "ROLLBACK_REQ", "roles": ["training", "aborting"], "step": 5}
+        trace(job, 0, 0, 1, record(kind="transition", cause=cause, **stopped))
         wait_until(lambda: "since step 5. group 0: running (start 1)" in caplog.text, "it is said")
         assert cause in caplog.text
         wait_until(lambda: caplog.text.count("since step 5") == 2, "it is said again")

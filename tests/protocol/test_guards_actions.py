@@ -116,7 +116,8 @@ def test_a_guard_answers_any_event_in_any_state(name: str) -> None:
         node = job.node("0")
         kept = replace(node.local)
         for event in EVENTS:
-            answer = GUARDS[name](node.local, node.participant.config, event)
+            argument = ["bus_limit"] if name == "armed" else []
+            answer = GUARDS[name](node.local, node.participant.config, event, *argument)
             assert answer is True or answer is False
         assert node.local == kept, "a guard only asks"
 
@@ -257,7 +258,7 @@ def changed(edit) -> Participant:  # type: ignore[no-untyped-def]
 
 def test_exit_row_that_never_settles_is_named_instead_of_looping() -> None:
     def edit(data):  # type: ignore[no-untyped-def]
-        data["states"]["INIT"]["exit"].append({"guard": ["not_paused"], "effects": []})
+        data["states"]["INIT"]["exit"].append({"guard": ["not paused"], "effects": []})
 
     participant = changed(edit)
     with pytest.raises(AssertionError, match="exit rows of INIT never settle"):

@@ -20,7 +20,8 @@ def test_look_up_takes_the_row_that_the_library_takes(name: str) -> None:
     library, look_up = Table(spec), LookupTable(spec)
     taken = set()
     for state, event in sorted(library._rows):
-        named = sorted({g for row in library._candidates[state, event] for g in row.guard})
+        rows = library._candidates[state, event]
+        named = sorted({g.removeprefix("not ") for row in rows for g in row.guard})
         for answers in product((False, True), repeat=len(named)):
             holds = dict(zip(named, answers, strict=True)).__getitem__
             expected = library.take(Turn(state, holds), event)

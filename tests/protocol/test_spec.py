@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 from specs import whole_text
 
-from fft.errors import ConfigError
+from fft.errors import ConfigError, FftError
 from fft.protocol.graph import (
     edges,
     in_mermaid,
+    reactions,
     scopes_to_dot,
     scopes_to_mermaid,
     to_dot,
     to_mermaid,
 )
 from fft.protocol.load import find_spec, json_schema, load_machine, load_spec, parse_spec
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, Row
 from fft.protocol.spec_checks import check_spec
 from fft.prove.checker import all_rows
 from fft.prove.sets_of_bounds import sets_for
@@ -272,6 +273,19 @@ BAD = {
     ),
     "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
     "unknown effect": (changed("[vote_yes]", "[vote_yse]"), "effects", "'vote_yes'"),
+    "unknown reason": (changed("{stop: no_epoch}", "{stop: no_epok}"), "effects", "'no_epoch'"),
+    "unknown armed timer": (changed("{arm: quorum}", "{arm: qorum}"), "effects", "'quorum'"),
+    "no argument": (changed("{stop: no_epoch}", "stop"), "effects", "unknown argument of stop"),
+    "factor of no timer": (
+        changed("{ready_window: 1.5}", "{ready_window: -1}"),
+        "effects",
+        "a factor above 0",
+    ),
+    "argument too many": (
+        changed("{not: paused}", "{not: {paused: now}}"),
+        "guard",
+        "unknown argument of paused 'now'",
+    ),
     "unknown event": (changed("      prepared:\n", "      perpared:\n"), "on", "'prepared'"),
     "unknown timer": (changed("timers: [vote_window]", "timers: [vote_widow]"), "timers", "window"),
     "unknown initial": (changed("initial: INIT", "initial: START"), "initial", "known"),
@@ -450,6 +464,32 @@ def test_no_code_asks_for_a_state_by_name() -> None:
         if isinstance(node, ast.Constant) and node.value in states
     ]
     assert not found
+
+
+def test_a_negated_guard_and_an_argument_are_one_text() -> None:
+    row = Row.model_validate(
+        {
+            "guard": ["proposed", {"not": "paused"}, {"not": {"armed": "bus_limit"}}],
+            "effects": [{"stop": "fenced"}, {"arm": "quorum"}, {"arm": {"ready_window": 1.5}}],
+        }
+    )
+    assert row.guard == ["proposed", "not paused", "not armed bus_limit"]
+    assert row.effects == ["stop fenced", "arm quorum", "arm ready_window 1.5"]
+    assert Row.model_validate(row.model_dump()) == row
+
+
+def test_state_is_printed_with_the_rows_of_its_outer_state_and_of_common() -> None:
+    spec = load_spec("hsdp")
+    text = "\n".join(reactions(spec, "HEALING.forming"))
+    assert "timers: ack_window, coordinator_window, quorum, ready_window" in text
+    assert "  timer.coordinator_window\n    else\n      [not i_gather] suspect_coordinator" in text
+    assert "  death\n    else\n      note_death\n      [about_a_member] blame_death" in text
+    assert "ignores prepared: belongs to the epoch that has just ended" in text
+    leaf = spec.leaves["HEALING.forming"]
+    rows = sum(map(len, leaf.on.values())) + len(leaf.exit)
+    assert sum(line.startswith("    ") and line[4] != " " for line in text.splitlines()) == rows
+    with pytest.raises(FftError, match=r"unknown state 'HEALING'; did you mean"):
+        list(reactions(spec, "HEALING"))
 
 
 def test_the_schema_file_for_editors_is_the_schema_of_the_models() -> None:

@@ -28,9 +28,8 @@ from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
-from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.loading import Loader, refuse_at_once
+from fft.train.checkpoint.loading import CheckpointLoader, refuse_at_once
 from fft.train.checkpoint.writer import NAME, RankWriter, WriteAttempt, WriterContext, Writers
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
 from fft.train.session.rank_context import RankContext
@@ -60,9 +59,10 @@ class Checkpointer(CheckpointHooks):
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
-        refuse_at_once(plan, self.checkpoints, rank.scope)
         self._rank, self._job, self._state = rank, rank.job, rank.state
-        self._loader = Loader(plan, self.checkpoints, rank)
+        source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
+        refuse_at_once(plan, source, rank.scope)
+        self.loader = CheckpointLoader(plan, source, rank)
         self._copies = Copies(rank.state)
         self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         peer, tell = rank.job.peer, rank.job.report_checkpoint
@@ -78,15 +78,13 @@ class Checkpointer(CheckpointHooks):
         """The thread that serves later checkpoints after this stage has ended."""
         self._has_ended = False
         """Whether this rank has received the last commit."""
-        self._is_too_often = False
-        """Whether the warning about overlapping checkpoints has been logged."""
 
     def _is_writing(self) -> bool:
         return self._writers.is_writing
 
     def resume(self) -> None:
-        """See `Loader.resume`."""
-        self._loader.resume()
+        """See `CheckpointLoader.resume`."""
+        self.loader.resume()
 
     def joined(self) -> None:
         """Mark the store as in use, and trace the checkpoint that the job resumed from.
@@ -98,11 +96,11 @@ class Checkpointer(CheckpointHooks):
         except OSError as error:
             place = self.checkpoints.store.url
             logger.warning("others cannot see that this process writes at %s: %s", place, error)
-        self._loader.trace()
+        self.loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Announce a checkpoint for this txn if this rank announces checkpoints and one is due."""
-        self._due.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """See `CheckpointSchedule.asks`."""
+        return self._due.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the checkpoint that is due at ``record``, if any.
@@ -129,7 +127,8 @@ class Checkpointer(CheckpointHooks):
         if is_missed:
             self._leave_out(attempt, "no commit of this stage has come to its place in the data")
         elif not record.last and self._writers.is_writing:
-            self._leave_out(attempt, "the one before is still being written", too_often=True)
+            self._due.skip_too_often(attempt.named.step)
+            self._writers.decline(attempt)
         else:
             self._pending = _Pending(attempt, partial(self._begin, attempt))
 
@@ -217,17 +216,14 @@ class Checkpointer(CheckpointHooks):
             rank.scope.by_rank,
             spec.name,
             spec.digest(),
-            self._loader.origin,
+            self.loader.origin,
             rank.settings.expected_groups,
             rank.groups.mesh_text,
             rank.state.paradigm.items_per_step,
         )
 
-    def _leave_out(self, attempt: WriteAttempt, why: str, too_often: bool = False) -> None:
-        if too_often and not self._is_too_often:
-            self._is_too_often = True
-            logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        report_skipped(self._job.report_checkpoint, attempt.named.step, why, too_often)
+    def _leave_out(self, attempt: WriteAttempt, why: str) -> None:
+        report_skipped(self._job.report_checkpoint, attempt.named.step, why)
         self._writers.decline(attempt)
 
     def _decline_for_absent(self, attempt: WriteAttempt) -> None:

@@ -103,15 +103,7 @@ class WriteAttempt:
     @property
     def at(self) -> Scope:
         """Position of the scope after the commit."""
-        record = self.record
-        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
-        return Scope(
-            step=record.step,
-            lineage=record.lineage,
-            batches=record.batches,
-            cursor=record.cursor,
-            returned=tuple(returned),
-        )
+        return position_of(self.record)
 
     @property
     def gives(self) -> range:
@@ -122,6 +114,18 @@ class WriteAttempt:
         """
         cursor, most = self.record.cursor, max(len(self.groups), self.most)
         return range(0 if self.record.last else max(0, cursor - most), cursor)
+
+
+def position_of(record: Record) -> Scope:
+    """Return the position of a scope after the commit ``record``."""
+    returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
+    return Scope(
+        step=record.step,
+        lineage=record.lineage,
+        batches=record.batches,
+        cursor=record.cursor,
+        returned=tuple(returned),
+    )
 
 
 @dataclass(frozen=True)
