@@ -264,7 +264,8 @@ class Engine:
             return
         self._events.put(event)
         is_fault = isinstance(event, Death | Suspect)
-        if is_fault or (isinstance(event, Packed) and event.record.kind == "abort"):
+        is_fault |= isinstance(event, Packed) and event.record.kind == "abort"
+        if is_fault and self.participant.config.spans_hosts:
             self._leave_silent_group_bus()
 
     def _leave_silent_group_bus(self) -> None:

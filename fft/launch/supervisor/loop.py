@@ -155,6 +155,9 @@ class Adopter:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
+        # It loads torch, which takes seconds, and the store of a group that is taken over needs it.
+        import fft.bus.tcpserver  # noqa: F401
+
         while not self._stop.wait(self._interval_s):
             try:
                 if not self._is_full():
