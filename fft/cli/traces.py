@@ -53,9 +53,8 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
-    from fft.launch.bad_hosts import bad_hosts, lines
-    from fft.trace import report as of
-    from fft.trace.starts import root_of
+    from fft.launch.outcome import kept
+    from fft.trace.report import RunReport
 
     with plain_errors():
         folder = trace_folder(directory)
@@ -77,21 +76,13 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            found_in = {**of.full_report(folder), "bad_hosts": bad_hosts(root_of(folder))}
-            put(json.dumps(found_in, indent=2) + "\n")
+            told = RunReport(folder).to_json() | {"ended": kept(folder)}
+            put(json.dumps(told, indent=2) + "\n")
             return
-        course, found = of.course_of(folder), of.incidents(folder)
-        has_gaps = bool(damaged := of.damages(folder))
-        shown: list[object] = [f"{folder}:", *of.summary_lines(course)]
-        shown.append(of.fault_table(found, course) or "no fault was noticed in these traces")
-        if has_gaps:
-            shown += ["these traces have gaps: faults and their costs may be missing above"]
-        shown += of.change_lines(found, course)
-        shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
-        shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
-        shown += [of.went_on(folder, has_gaps), *lines(root_of(folder))]
+        found = RunReport(folder)
+        shown = [*found.parts(), *kept(folder)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    for line in damaged:
+    for line in found.damages:
         write_err(line)
