@@ -94,7 +94,7 @@ class MissingList(FftError):
     """The member list of a record is missing from its register."""
 
 
-_PACKED = Codec[Packed](Packed)
+_PACKED = Codec[Packed](Packed, omit="defaults")
 _MEMBERS = Codec[Members](Members)
 _BALLOTS = Codec[tuple[_Ballots, ...]](tuple[_Ballots, ...], omit="defaults")
 

@@ -140,7 +140,7 @@ def test_mismatched_member_list_is_refused(data: bytes | None, expected: str) ->
         b'{"members":"","record":{},"type":"record"}',
         encode_packed(Packed("", COMMIT)).replace(b'"n":8', b'"n":-1'),
         encode_packed(Packed("", epoch())),
-        encode_packed(Packed("", COMMIT)).replace(b'"type"', b'"more":1,"type"'),
+        encode_packed(Packed("", COMMIT)).replace(b'"record"', b'"more":1,"record"'),
         b'{"members":"' + b"x" * 1024 * 1024,
         b"\xff",
     ],
