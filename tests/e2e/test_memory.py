@@ -115,7 +115,7 @@ def place_of(process: FftRun) -> Path:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_job_whose_ranks_are_all_killed_goes_on_from_memory(
+def test_job_goes_on_from_memory_when_all_ranks_are_killed(
     kills: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
     steps, limit_s = (STEPS, LIMIT_S) if kills == 2 else (100, 5 * LIMIT_S)
