@@ -19,33 +19,15 @@ if TYPE_CHECKING:  # the public names; `_HOMES` is read from these lines
     from fft import errors as errors
     from fft import health_checks as health_checks
     from fft.checkpoints.plan import Checkpointing as Checkpointing
-    from fft.errors import BusError as BusError
-    from fft.errors import CheckpointError as CheckpointError
-    from fft.errors import ConfigError as ConfigError
-    from fft.errors import DataError as DataError
-    from fft.errors import DeviceLost as DeviceLost
-    from fft.errors import Diverged as Diverged
-    from fft.errors import Drained as Drained
-    from fft.errors import Fenced as Fenced
     from fft.errors import FftError as FftError
-    from fft.errors import InDoubt as InDoubt
-    from fft.errors import JobError as JobError
-    from fft.errors import LiveBlockFailed as LiveBlockFailed
-    from fft.errors import NoEpoch as NoEpoch
-    from fft.errors import NoState as NoState
-    from fft.errors import StateError as StateError
-    from fft.errors import StepRetriesExceeded as StepRetriesExceeded
-    from fft.messages.identities import Peer as Peer
-    from fft.train.api.live_set import LiveSet as LiveSet
     from fft.train.api.live_set import live_set as live_set
     from fft.train.api.manager import ManagerFFT as ManagerFFT
     from fft.train.api.manager import Transaction as Transaction
-    from fft.train.api.restartable import Call as Call
     from fft.train.api.restartable import restartable as restartable
     from fft.train.data.loaders import CursorLoader as CursorLoader
     from fft.train.data.loaders import StreamLoader as StreamLoader
     from fft.train.data.source import DataSource as DataSource
-    from fft.train.data.source import Due as Due
+    from fft.train.data.source import Loader as Loader
     from fft.train.paradigms.periodic.algorithms import DiLoCo as DiLoCo
     from fft.train.paradigms.periodic.algorithms import LocalSGD as LocalSGD
     from fft.train.paradigms.stages.input import StageInput as StageInput
@@ -53,7 +35,6 @@ if TYPE_CHECKING:  # the public names; `_HOMES` is read from these lines
     from fft.train.process_groups.nccl import ShardProcessGroupNCCL as ShardProcessGroupNCCL
     from fft.train.process_groups.shard import ShardProcessGroupGloo as ShardProcessGroupGloo
     from fft.train.session.settings import ManagerConfig as ManagerConfig
-    from fft.train.session.step_results import StepResult as StepResult
     from fft.train.step.preemption import FileNotice as FileNotice
     from fft.train.step.preemption import HttpNotice as HttpNotice
     from fft.train.step.preemption import Notice as Notice

@@ -34,6 +34,7 @@ from fft.launch.exit_status import ExitStatus
 from fft.launch.memory import copies_folder
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.supervisor.config import SOON, SupervisorError
+from fft.launch.supervisor.groups import Restarts
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.operate.entering import enter
@@ -223,8 +224,8 @@ class Resumptions:
         self._run = run
         self._say = say
         self._joins = joins
-        self._in_vain = 0
-        """Number of starts in a row that began at the same step as the one before."""
+        self._in_vain = Restarts()
+        """Starts in a row that began at the same step as the one before."""
         self._ends: frozenset[tuple[str, str]] = frozenset()
         """How the previous start ended, as `JobOutcome.ends`."""
         self._oldest: int | None = None
@@ -271,8 +272,9 @@ class Resumptions:
             if found.lost is None or not may_go_on:
                 self._report_no_progress(found, config)
                 return found, config
-            if (again := self._next(found, config, traces)) is None:
-                return found, config
+            again = self._next(found, config, traces)
+            if isinstance(again, JobOutcome):
+                return again, config
             step = again.resume_step
             where = f"from the checkpoint of step {step} {again.source}"
             where = "at the beginning" if step is None else where
@@ -280,8 +282,9 @@ class Resumptions:
             plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
             config = _after(config, again, plan, began)
 
-    def _next(self, found: JobOutcome, config: RunConfig, traces: Path) -> RunConfig | None:
-        """Return the configuration of the next start, or None if another start would not help."""
+    def _next(self, found: JobOutcome, config: RunConfig, traces: Path) -> RunConfig | JobOutcome:
+        """Return the configuration of the next start, or the outcome if none would help."""
+        stuck = replace(found, status=ExitStatus.NO_PROGRESS)
         logs = f"logs: {config.trace_dir / 'logs'}"
         is_same = bool(found.ends & self._ends)
         below = self._suspect_step(found, config, is_same)
@@ -291,7 +294,7 @@ class Resumptions:
                 "two starts in a row have ended by the same error of the script: correct it, "
                 f"and start the job again with --resume; {logs}"
             )
-            return None
+            return found
         self._died = {death: self._died.get(death, 0) + 1 for death in found.deaths}
         if max(self._died.values(), default=0) == _STARTS:
             place, cause = max(self._died, key=lambda death: self._died[death])
@@ -300,7 +303,7 @@ class Resumptions:
                 "started again. Correct the script or its data, or skip the data of this "
                 f"step; {logs}"
             )
-            return None
+            return stuck
         if is_suspect := below is not None:
             self._say(
                 "two starts in a row have ended in the same way soon after they began with a "
@@ -315,16 +318,20 @@ class Resumptions:
                 f"there is no {which} to begin with, and the job is not started again. Correct "
                 f"the script or its data; {logs}"
             )
-            return None
+            return found
         for line in found.lines:
             self._say(line)
-        self._in_vain = self._in_vain + 1 if again.resume_step == config.resume_step else 0
-        if self._in_vain > config.max_restarts:
+        if again.resume_step != config.resume_step:
+            self._in_vain.progressed()
+            return again
+        if self._in_vain.are_used_up(config.max_restarts, found.ended_by_error):
             self._say(
-                f"{self._in_vain} starts in a row have published no checkpoint: the job is not "
-                f"started again. Correct the cause of its deaths, or give a smaller --every; {logs}"
+                f"{self._in_vain.in_a_row + 1} starts in a row have published no checkpoint: the "
+                "job is not started again. Correct the cause of its deaths, or give a smaller "
+                f"--every; {logs}"
             )
-            return None
+            return stuck
+        self._in_vain.next(found.ended_by_error)
         return again
 
     def _suspect_step(self, found: JobOutcome, config: RunConfig, is_same: bool) -> int | None:

@@ -7,9 +7,11 @@ was killed. So each observer of the bus knows how a process has ended, also one 
 
 from __future__ import annotations
 
+import signal
+
 from pydantic.dataclasses import dataclass
 
-from fft.errors import JobEnded
+from fft.errors import JobEnded, NoEpoch
 from fft.messages.causes import LeaveReason
 from fft.messages.codec import Codec
 from fft.messages.identities import CONFIG, Count, Name, Text
@@ -65,6 +67,17 @@ class Exit:
     def failed_by_itself(self) -> bool:
         """Whether its script failed, rather than a machine or a peer."""
         return (self.status or 0) > 0 and not (self.place is not None and self.place.may_pass)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it was ended from outside: drained, or by a SIGTERM that FFT has not sent."""
+        by_signal = self.status == -signal.SIGTERM and not self.asked
+        return self.reason is LeaveReason.DRAINED or by_signal
+
+    @property
+    def lost_peers(self) -> bool:
+        """Whether it ended because other groups, or their hosts, were lost."""
+        return self.place is not None and self.place.is_a(NoEpoch)
 
     @property
     def came_too_late(self) -> bool:

@@ -107,6 +107,8 @@ class Vote:
     txn, or in the first txns with a joiner, at the vote, of all that is equal on all groups."""
     seen: tuple[Seen, ...] = ()
     """Positions of the scopes that the data flow binds the voter's scope to."""
+    checkpoint: bool = False
+    """The voter asks for a durable checkpoint of the state after this txn."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -192,6 +194,9 @@ class Record:
     """Slices whose holders were lost before consuming them, in order; granted first."""
     seen: tuple[Seen, ...] = ()
     """Positions that the voters know of the scopes that theirs is bound to; commit records only."""
+    checkpoint: Count = 0
+    """Number ``n`` of the newest commit up to this record whose votes asked for a durable
+    checkpoint, or 0."""
     bound: Count = 0
     """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
     standing: tuple[Standing, ...] = ()
@@ -443,6 +448,8 @@ class Prepared:
     """No step follows this one; repeated in each attempt."""
     code: CauseCode = CauseCode.NONE
     """Kind of ``cause``; a NO only."""
+    checkpoint: bool = False
+    """See `Vote.checkpoint`."""
     type: Literal["prepared"] = "prepared"
 
 

@@ -488,6 +488,7 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "returned": s.head.returned,
         "bound": s.head.bound,
         "standing": s.head.standing,
+        "checkpoint": s.head.checkpoint,
         "fetched": fetched_after(s, skip=True),
         "by": c.me,
         **fields,
@@ -523,6 +524,7 @@ def _cause_now(s: Local) -> Cause:
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
+    assert s.head is not None, "a txn exists only after an epoch record"
     commit = Tally.of(votes).commit()
     skip = commit.skip
     after = committed(s, c, skip)
@@ -548,6 +550,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         reasons=tuple(why_left(s, c, votes, group) for group in gone),
         last=leavers >= present,
         seen=commit.seen,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         live=commit.part if isinstance(commit, Live) else "",
     )
 
@@ -578,6 +581,7 @@ def _end_of_synchronisation(
         fetched=fetched_after(s, commit.skip),
         standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
         skip=commit.skip,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         change=True,
         leavers=gone,
         reasons=tuple(why_left(s, c, votes, group) for group in gone),
@@ -670,7 +674,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
+    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 
 

@@ -116,6 +116,7 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
         bound=c.bound,
         standing=standing,
         fetched=_fetched(s.head, entries) if s.head else (),
+        checkpoint=s.head.checkpoint if s.head else 0,
     )
 
 

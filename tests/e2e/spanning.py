@@ -27,10 +27,10 @@ PARTS = RANKS // HERE
 
 
 class SpanningJob:
-    """Two groups of four ranks on two hosts each. Host 0 serves the bus."""
+    """Groups of four ranks on two hosts each. Host 0 serves the bus."""
 
-    def __init__(self, folder: Path, hosts: list[Host]) -> None:
-        self.folder, self.hosts = folder, hosts
+    def __init__(self, folder: Path, hosts: list[Host], groups: int) -> None:
+        self.folder, self.hosts, self.groups = folder, hosts, groups
         token, log = folder / "token", folder / "bus.log"
         serving = ["serve", "--host", "10.77.0.1", "--token-file", str(token), "--no-lighthouse"]
         self.server = Forked(run, hosts[0], *serving, log=log)
@@ -44,7 +44,7 @@ class SpanningJob:
         """Start `fft run` on a host; without options it has a part of group (number - 1) // 2."""
         self._starts += 1
         of_part = ["--groups", "1", "--first-group", str((number - 1) // PARTS)]
-        command = ["run", "--join", *(options or of_part), "--all-groups", str(GROUPS)]
+        command = ["run", "--join", *(options or of_part), "--all-groups", str(self.groups)]
         command += ["--ranks", str(RANKS), "--ranks-per-host", str(HERE), "--no-progress"]
         command += ["--trace-dir", str(self.folder / f"traces-{self._starts}"), str(SCRIPT)]
         log = self.folder / f"run-{number}-{self._starts}.log"
@@ -97,7 +97,7 @@ class SpanningJob:
                 lambda group=group, goal=goal: self.step(group) >= goal or not self._runs(), within
             )
             logs = "\n".join(f"--- {a.log}\n{a.tail()}" for a in self.agents.values())
-            at = [self.step(g) for g in range(GROUPS)]
+            at = [self.step(g) for g in range(self.groups)]
             assert is_there and self.step(group) >= goal, f"group {group} stays at {at}\n{logs}"
 
     def _runs(self) -> bool:
@@ -121,10 +121,10 @@ class SpanningJob:
 
 
 @contextmanager
-def spanning_job(folder: Path, hosts: int) -> Iterator[SpanningJob]:
+def spanning_job(folder: Path, hosts: int, groups: int = GROUPS) -> Iterator[SpanningJob]:
     """A job on so many hosts besides host 0; ends all of their processes when it is left."""
     with hosts_of_one_network(folder, hosts + 1) as made:
-        job = SpanningJob(folder, made)
+        job = SpanningJob(folder, made, groups)
         try:
             yield job
         finally:

@@ -223,7 +223,7 @@ def test_a_loader_that_is_read_from_its_beginning_is_refused(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
     with pytest.raises(FftError, match="CursorLoader"):
-        next(member.manager.transactions(iter([1]), replay_only=True))
+        next(member.manager.transactions(fft.Loader(iter([1]), replay_only=True)))
 
 
 @pytest.mark.parametrize(

@@ -278,4 +278,4 @@ def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path)
 def test_groups_of_several_ranks_need_a_spec_that_supports_them(tmp_path: Path) -> None:
     with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
         made.ranks("0", [{"spec": "ddp"}, {"spec": "ddp"}])
-    assert "several ranks in a replica group with spec='ddp': start it with --ranks 1" in str(error.value)
+    assert "several ranks in a replica group with spec='ddp'" in str(error.value)

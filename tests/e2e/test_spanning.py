@@ -41,7 +41,7 @@ def check(job: SpanningJob) -> Path:
 
 def new_ranks(job: SpanningJob, before: dict[int, dict[int, int]]) -> set[tuple[int, int]]:
     """Return group and rank of the processes that were started since ``before``."""
-    now = {group: job.processes(group) for group in range(GROUPS)}
+    now = {group: job.processes(group) for group in before}
     return {(g, r) for g in now for r in now[g] if now[g][r] != before[g][r]}
 
 
@@ -133,4 +133,32 @@ def test_spare_host_takes_the_place_of_one_that_is_cut_off(tmp_path: Path) -> No
         )
         job.advances(0, 1)
         assert new_ranks(job, before) == {(0, 0), (0, 1)}
+        check(job)
+
+
+def test_group_lends_a_host_to_another_if_both_have_lost_one(tmp_path: Path) -> None:
+    with spanning_job(tmp_path, 6, groups=3) as job:
+        for host in range(1, 7):
+            job.start(host)
+        job.advances(0, 1, 2)
+        before = {group: job.processes(group) for group in range(3)}
+        lost = {0: job.ranks_on(1, 0), 2: job.ranks_on(5, 2)}
+        for host in (1, 5):
+            job.lose(host)
+        wait_until(
+            lambda: new_ranks(job, before) == {(0, rank) for rank in lost[0]},
+            "the host of group 2 runs the lost ranks of group 0",
+            LONG_S,
+        )
+        job.advances(0, 1)
+        assert job.ranks_on(6, 0) == lost[0] and not job.ranks_on(6, 2)
+        # the lost hosts come back, with their old commands, and both belong to the lender now
+        for host in (1, 5):
+            job.connect(host)
+            job.start(host)
+        wait_until(lambda: len(new_ranks(job, before)) == 6, "group 2 is started", LONG_S)
+        job.advances(0, 1, 2)
+        assert {(0, rank) for rank in lost[0]} | {(2, r) for r in range(RANKS)} == new_ranks(
+            job, before
+        )
         check(job)

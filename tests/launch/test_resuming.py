@@ -87,11 +87,19 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
         return LOST
 
     job = Job(tmp_path, first_only)
-    assert job.run() is LOST
+    assert job.run() == replace(LOST, status=ExitStatus.NO_PROGRESS)
     assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
     (output,) = [line for line in job.said if "starts in a row" in line]
     assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in output
     assert str(job.folders[-1] / "logs") in output
+
+
+def test_preempted_starts_do_not_use_up_the_restarts(tmp_path: Path) -> None:
+    """They are given up later, as a chain of starts that come no further."""
+    preempted = replace(LOST, ended_by_error=False)
+    job = Job(tmp_path, lambda job: preempted)
+    assert job.run() == replace(preempted, status=ExitStatus.NO_PROGRESS)
+    assert len(job.began) == 3 * RESTARTS + 1
 
 
 def diverged(sound: int, bad: int) -> JobOutcome:

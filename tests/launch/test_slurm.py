@@ -25,6 +25,7 @@ from waiting import wait_until
 from fft.bus import open_bus
 from fft.cli import app
 from fft.errors import ConfigError
+from fft.launch import bad_hosts
 from fft.launch.exit_status import ExitStatus
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
@@ -231,7 +232,24 @@ def test_task_of_an_array_requeues_itself_and_not_the_whole_array() -> None:
             ["bash"], input=command, env=given, text=True, capture_output=True, check=True
         )
         assert done.stdout.strip() == expected
-    assert 'scontrol requeue "${id:-$SLURM_JOB_ID}"' in text
+    assert "job=${id:-$SLURM_JOB_ID}" in text and 'scontrol requeue "$job"' in text
+
+
+@pytest.mark.parametrize(
+    ("bad", "order"),
+    [([], ["n1", "n2", "n3", "n4"]), (["n2", "n1"], ["n1", "n3", "n4", "n2"])],
+)
+def test_bad_hosts_become_the_spare_nodes(tmp_path: Path, bad: list[str], order: list[str]) -> None:
+    """The first node stays, because it has the bus."""
+    (tmp_path / "traces").mkdir()
+    if bad:
+        (tmp_path / "traces" / bad_hosts.LIST).write_text("".join(f"{host}\n" for host in bad))
+    found = re.search(r"^nodes=\(.*?\)\)$", scripts()[0], re.M | re.S)
+    assert found is not None
+    command = f'run={tmp_path}\nscontrol() {{ printf "n%s\\n" 1 2 3 4; }}\n'
+    command += f'{found[0]}\necho "${{nodes[@]}}"'
+    done = subprocess.run(["bash", "-c", command], text=True, capture_output=True, check=True)
+    assert done.stdout.split() == order
 
 
 def test_process_that_ignores_sigterm_still_ends_with_its_shell(tmp_path: Path) -> None:
@@ -440,6 +458,20 @@ def test_warning_drains_requeues_and_resumes_with_the_same_bits(
 
 
 @pytest.mark.long
+def test_requeued_job_gets_no_bad_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Submitted(cluster, tmp_path / "a", "--every", "1000", script="60 0.1 2")
+    job.wait_for_steps(5)
+    bad_hosts.mark(job.folder / "job" / "traces", "node2", "excluded", "its sums were wrong")
+    cluster.ask("scancel", "--signal=USR1", "--batch", *job.ids)
+    job.end()
+    assert job.state() == "COMPLETED", job.output()
+    text = cluster.ask("scontrol", "show", "job", job.ids[0])
+    assert "ExcNodeList=node2" in text and "Restarts=1" in text, text
+    assert "node2" not in re.findall(" NodeList=(.*)", text)[0].replace("ExcNodeList", "")
+    assert (job.folder / "job" / "traces" / bad_hosts.LIST).read_text() == "node2\n"
+
+
+@pytest.mark.long
 def test_spare_node_takes_over_the_group_of_a_lost_node(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -452,6 +484,8 @@ def test_spare_node_takes_over_the_group_of_a_lost_node(
         cluster.start_node("node2")
     assert job.state() == "COMPLETED", job.output()
     assert "group 1 was taken over: its host was lost" in job.output()
+    marks = (job.folder / "job" / "traces" / bad_hosts.MARKS).read_text()
+    assert '"host": "node2", "kind": "lost"' in marks
     assert "complete, at step 250 (group 0: complete, group 1: complete)" in job.output()
     assert len(job.bits()) == 1
     audit = audit_job(job.folder / "job" / "traces")

@@ -140,6 +140,39 @@ def test_votes_with_mismatched_manifests_cannot_commit() -> None:
     assert clean(job) == []
 
 
+def test_one_vote_makes_a_checkpoint_due_and_later_records_keep_its_number() -> None:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], checkpoint=True)
+    job.fail(job.node("1"))
+    job.settle()
+    assert [record.checkpoint for record in job.history] == [0, 0, 0], "it was rolled back"
+    job.compute([job.node("0")])
+    job.compute([job.node("1")], checkpoint=True)
+    job.settle()
+    due = job.history[-1]
+    assert (due.kind, due.checkpoint) == ("commit", due.n)
+    job.step()
+    job.compute(skip=True, checkpoint=True)
+    job.settle()
+    job.fail(job.node("0"))
+    job.settle()
+    later = job.history[due.n :]
+    assert [record.kind for record in later] == ["commit", "commit", "abort", "epoch"]
+    assert {record.checkpoint for record in later} == {due.n}, "a skip changes no step"
+    assert clean(job) == []
+
+
+def test_last_txn_that_is_skipped_is_due_for_a_checkpoint() -> None:
+    job = Job(2).until_running()
+    for node in job.live():
+        assert node.txn is not None
+        skips = {"skip": True, "last": True, "checkpoint": True}
+        job.post(node, Prepared(node.txn.token, True, Manifest(1, 4, "x"), **skips))
+    job.settle()
+    assert job.history[-1].skip and job.history[-1].checkpoint == job.history[-1].n
+    assert clean(job) == []
+
+
 def test_ranks_that_have_drawn_different_data_cannot_commit() -> None:
     job = Job(2).until_running()
     for node, data in zip(job.live(), ("d", "e"), strict=True):

@@ -54,7 +54,7 @@ from fft.train.checkpoint.writer import (
     WriterContext,
     decline,
 )
-from fft.train.session.checkpoint_schedule import Named, RecordSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -806,7 +806,7 @@ EPOCH = Record(
 def context_of(place: Path, closing: threading.Event | None = None) -> WriterContext:
     """Return what the writers of group 0's first rank need, without a job around them."""
     job: Any = SimpleNamespace(local=None)
-    due = RecordSchedule(fft.Checkpointing(place), job)
+    due = CheckpointSchedule(fft.Checkpointing(place), job, lambda: False)
     found, closing = Checkpoints(open_store(str(place))), closing or threading.Event()
     return WriterContext(found, due, ("0", 0), 0, lambda *_: None, closing)
 

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from fft.bus import ErrorBus
 from fft.errors import BusError
 from fft.health.hosts import beats
+from fft.launch.bad_hosts import own_name
 from fft.launch.supervisor.config import GroupHeld, SupervisorError
 from fft.launch.supervisor.spanning import part_name
 from fft.messages.codec import Codec
@@ -105,9 +106,11 @@ class Claims:
             serves: The bus ends with this process, so it keeps at least one group.
         """
         self._bus, self._wake, self._serves = bus, wake, serves
+        self.lost_hosts: dict[str, str] = {}
+        """The host of the silent supervisor from which each group was taken."""
         self.id = fresh_id()
         """Name of this supervisor, also as a sender of heartbeats."""
-        self._me = Holder(self.id, socket.gethostname(), os.getpid())
+        self._me = Holder(self.id, socket.gethostname(), os.getpid(), own_name())
         self.status: int | None = None
         """Exit status of this supervisor, which `close` writes to the registers of its groups."""
         self._mine: dict[str, bytes] = {}
@@ -178,6 +181,24 @@ class Claims:
             f"all {parts} parts of group {group} have supervisors that live; start this one with "
             "other groups (--first-group), or as a host of spares (--groups 0 --spares)"
         )
+
+    def take_lost(self, names: Iterable[str], is_asked: Callable[[], bool]) -> str | None:
+        """Claim one of these parts that has lost its host, or whose host was lent to another group.
+
+        Args:
+            is_asked: Returns whether to give up; called during waits.
+
+        Returns:
+            The name of the part, or None if no part lacks a host.
+        """
+        for name in names:
+            if (held := self._bus.read(holder_register(name))) is None:
+                continue
+            holder = self._holder(name, held)
+            is_lent = holder.free and holder.status is None
+            if self._has_claimed(name) if is_lent else self.adopt(name, is_asked):
+                return name
+        return None
 
     def _has_claimed(self, name: str) -> bool:
         return not self._claimed_by_others([name])
@@ -266,7 +287,7 @@ class Claims:
         if loss.claim is None:
             return
         try:
-            self._release(loss.group)
+            self.release(loss.group)
             word = Answer(loss.claim, str(self._me), "done", f"group {loss.group} is free")
             self._bus.send(answer_inbox(loss.claim), encode_answer(word))
         except BusError as error:
@@ -277,7 +298,7 @@ class Claims:
         self._listener.close()
         try:
             for group in list(self._mine):
-                self._release(group, self.status)
+                self.release(group, self.status)
             self._bus.delete(self._inbox)
         except BusError as error:  # the next claimant finds that this process is gone
             logger.warning("the claims of this job's groups stay on the bus: %s", error)
@@ -353,6 +374,7 @@ class Claims:
         for group, (held, holder) in others.items():
             logger.warning("group %s is taken over: %s does not answer", group, holder)
             self._set(group, held)
+            self.lost_hosts[group] = holder.node
             # a holder that was only stopped receives this when it continues
             self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             if _is_gone(holder):
@@ -395,7 +417,8 @@ class Claims:
         word = encode_answer(Answer(claim.id, str(self._me), verdict, text))
         self._bus.send(answer_inbox(claim.id), word)
 
-    def _release(self, group: str, status: int | None = None) -> None:
+    def release(self, group: str, status: int | None = None) -> None:
+        """Let other supervisors claim the group. Raises BusError."""
         held = self._mine.pop(group, None)
         if held is not None:
             free = encode_holder(replace(self._me, free=True, status=status))

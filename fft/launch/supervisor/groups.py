@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
+_CHAIN = 3
+"""Restarts in a row, of any cause, for each restart that is permitted after an error."""
+
 _ADDRESS_OF_RANK_0 = "manager_addr"
 """torchft's key (``torchft.manager.MANAGER_ADDR_KEY``) in the store of a group."""
 
@@ -42,20 +45,36 @@ _SUPERVISORS = frozenset(
 """Environment variables that only the supervisor sets; children never inherit them."""
 
 
-class Pauses:
-    """The growing pauses before restarts: 0 s at first, at most 30 s."""
+class Restarts:
+    """Restarts in a row without progress: how many, by cause, and the pauses before them.
+
+    The pauses grow from 0 s to at most 30 s.
+    """
 
     def __init__(self) -> None:
-        self.restarts = 0
+        self.in_a_row = 0
+        self._errors = 0
 
-    def next(self) -> float:
+    def next(self, is_error: bool = True) -> float:
         """Count a restart and return the pause before it, in seconds."""
-        self.restarts += 1
-        return _PAUSES[min(self.restarts, len(_PAUSES)) - 1]
+        self.in_a_row += 1
+        self._errors += is_error
+        return _PAUSES[min(self.in_a_row, len(_PAUSES)) - 1]
+
+    def are_used_up(self, limit: int, is_error: bool = True) -> bool:
+        """Return whether no further restart is due.
+
+        Args:
+            limit: Number of restarts after errors. Preemptions and losses of peers or hosts do not
+                use it up; a chain with these may be three times as long.
+            is_error: The cause of the next restart is an error.
+        """
+        is_long = self.in_a_row >= _CHAIN * max(limit, 1)
+        return is_long or (is_error and self._errors >= limit)
 
     def progressed(self) -> None:
-        """Reset the pauses, because the group has committed a step."""
-        self.restarts = 0
+        """Begin anew, because there was progress."""
+        self.in_a_row = self._errors = 0
 
 
 class Group:
@@ -91,7 +110,9 @@ class Group:
         self.children: list[Child] = []
         self.lost: list[Child] = []
         """Processes that were replaced in this start."""
-        self.pauses = Pauses()
+        self.restarts = Restarts()
+        self.stuck_at: tuple[int, int] | None = None
+        """Progress of the job when its last restart was used up."""
         self.restart_at: float | None = None
         """Time of the next start on the monotonic clock, in seconds."""
         self.return_at_step: int | None = None
@@ -172,9 +193,14 @@ class Group:
         """Whether one of its ranks has left the job in good order since the last start."""
         return any(child.exit.has_left for child in self.children)
 
+    @property
+    def ended_by_error(self) -> bool:
+        """Whether a preemption or a loss elsewhere does not explain its end."""
+        return not any(child.exit.is_preempted or child.exit.lost_peers for child in self.children)
+
     def start_later(self) -> None:
         """Schedule a restart after a pause, and log it if an error has ended the group."""
-        self.restart_at = time.monotonic() + self.pauses.next()
+        self.restart_at = time.monotonic() + self.restarts.next(self.ended_by_error)
         if self.error_place is not None:
             logger.warning("group %s is started again", self.name)
 

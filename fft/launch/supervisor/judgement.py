@@ -55,6 +55,8 @@ class JobOutcome:
     """Traces have gaps, and the number of committed steps could not be read from the bus."""
     errors: frozenset[tuple[str, str]] = frozenset()
     """Errors of the script that ended groups."""
+    ended_by_error: bool = True
+    """Preemptions and losses of other hosts do not explain the end of its groups."""
     deaths: frozenset[tuple[str, str]] = frozenset()
     """Step and cause of the deaths that lost the state."""
     status: ExitStatus | None = None
@@ -138,6 +140,7 @@ class Judgement(JobEnd):
         """Judge the job, all of whose processes have ended."""
         by_exit = {id(child.exit): child for group in self.here for child in group.children}
         self.groups = tuple(self._end_of(group, view) for group in self.here)
+        self.no_progress |= any(group.stuck_at == view.progress for group in self.here)
         self.step, self.committed = view.step, view.committed
         self.reached = {number: view.reached(number) for _, number in view.ranks}
         self.has_plan, self.is_idle = bool(self.plan.faults), self._has_trained_alone(view)
@@ -155,6 +158,7 @@ class Judgement(JobEnd):
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,
             errors=frozenset(e.signature for e in errors if e is not None and is_the_scripts(e)),
+            ended_by_error=any(group.ended_by_error for group in self.here),
             status=found.status,
         )
 
@@ -253,15 +257,15 @@ class Deaths:
         has_left = child.code == 0 and child.exit.reason is LeaveReason.LEFT_LOOP
         return has_left and not child.left_early and view.reached(child.rank) > child.exit.step
 
-    def tell(self, child: Child, group: Group, view: JobView) -> None:
-        """Log how a rank was lost, once per rank and cause."""
-        self._note(child, group, view)
+    def tell(self, child: Child, group: Group, view: JobView) -> bool:
+        """Log how a rank was lost, once per rank and cause; return whether that is unexplained."""
+        is_unexplained = self._note(child, group, view)
         cause = self._cause(child, group, view)
         words = child.error_place
         same = (child.group, child.rank, cause.partition(";")[0])
         key = same if words is None else words.signature  # one message for one mistake
         if child.was_killed or key in self._told:
-            return
+            return is_unexplained
         self._told.add(key)
         seen = _seen(child, group, view)
         where = "before its first transaction" if seen is None else f"at step {seen.step}"
@@ -271,19 +275,21 @@ class Deaths:
             "group %s rank %d (pid %d) %s %s. Log: %s",
             *(child.group, child.rank, child.pid, cause, where, child.log),
         )
+        return is_unexplained
 
-    def _note(self, child: Child, group: Group, view: JobView) -> None:
+    def _note(self, child: Child, group: Group, view: JobView) -> bool:
         seen = _seen(child, group, view)
         is_injected = seen is not None and seen.is_injected
         is_known = child.was_killed or child.pid in self.suspected or child.was_asked
         is_odd = child.left_early or (child.code or 0) < 0
         if seen is None or is_known or is_injected or not is_odd:
-            return
+            return False
         cause = "exit status 0" if child.left_early else cause_of(child.code)
         line, now = child.decisive_line(), time.monotonic()
         who = child.group, child.rank, cause
         death = UnexplainedDeath(*who, view.cursor, line, child.log, child.began, now)
         self._at.setdefault(view.progress, []).append(death)
+        return True
 
     def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
         """Return step and cause of the deaths at the last step, to compare with the next start."""

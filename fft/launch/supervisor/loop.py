@@ -26,17 +26,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
+from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
+from fft.launch.outcome import keep
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
-from fft.launch.supervisor.config import RunConfig, SupervisorError
-from fft.launch.supervisor.culprit import Diagnoser
+from fft.launch.supervisor.config import GroupHeld, RunConfig, SupervisorError
+from fft.launch.supervisor.culprit import EVICTED_BY, Diagnoser
 from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
@@ -82,10 +85,23 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Interval between two reads of the epoch, in seconds."""
+_BAD_HOST = 5
+"""How many times longer the spares of a bad host wait, so that those of others come first."""
 _AGAIN_S = 15.0
 """Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
 restarts the group itself."""
+_LEND_S = 10.0
+"""Time that two groups lack a host each before one lends its host, in seconds. Hosts with spares
+take less, and a host that was only cut off often comes back."""
 _END_S = 2.0
+
+
+class Adopted(NamedTuple):
+    """A part of a group that was claimed for a lost host."""
+
+    name: str
+    lender: str | None = None
+    """The group that gives up its part here for this one."""
 
 
 class Adopter:
@@ -106,11 +122,17 @@ class Adopter:
         self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
         others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
-        self._can = bool(others) and config.spares >= config.local_ranks
+        is_bad = bad_hosts.is_bad(config.trace_dir)
+        self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
+        has_spares = config.spares >= config.local_ranks
+        self._can = bool(others) and (has_spares or config.parts > 1)
         self._absent = Absent(others)
+        self._all = frozenset(others)
         self._missed: frozenset[str] = frozenset()
+        self._broken: tuple[frozenset[str], float] = frozenset(), 0.0
+        """The groups that lack hosts, and since when, in seconds."""
         self._ask_at: dict[str, float] = {}
-        self._claimed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._claimed: queue.SimpleQueue[Adopted] = queue.SimpleQueue()
         self._troubles = LogSampler()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fft-adopting", daemon=True)
@@ -120,7 +142,7 @@ class Adopter:
         if self._can:
             self._thread.start()
 
-    def claimed(self) -> Iterator[str]:
+    def claimed(self) -> Iterator[Adopted]:
         """Yield the groups claimed since the last call, which the supervisor is to start."""
         with suppress(queue.Empty):
             while True:
@@ -133,12 +155,12 @@ class Adopter:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            if self._is_full():
-                self._missed = frozenset()
-                continue
+        while not self._stop.wait(self._interval_s):
             try:
-                self._look()
+                if not self._is_full():
+                    self._look()
+                elif self._parts > 1:
+                    self._look_to_lend()
             except (BusError, UnreadableMessage, SupervisorError) as error:
                 if (count := self._troubles.add("look")) is not None:
                     logger.warning("cannot look for lost groups (%d by now): %s", count, error)
@@ -163,11 +185,33 @@ class Adopter:
                 if not is_due and not self._links.claims.is_silent(name):
                     continue
                 if self._links.claims.adopt(name, partial(self._is_wanted_no_more, group)):
-                    self._claimed.put(name)
+                    self._claimed.put(Adopted(name))
                     self.room -= 1
                     self._wake()
                     return
                 self._ask_at[name] = time.monotonic() + _AGAIN_S
+
+    def _look_to_lend(self) -> None:
+        """Claim a lost part of another group, if the group here lacks a host as well.
+
+        So one group is whole again, and not two are broken. It is the one with the fewest lost
+        parts, by hosts of the one with the most. Another group must have the state meanwhile.
+        """
+        claims, now = self._links.claims, time.monotonic()
+        self._missed = missing = self._absent.look(self._links.bus)
+        names = {g: [part_name(g, part) for part in range(self._parts)] for g in missing}
+        lost = {g: [name for name in names[g] if claims.is_silent(name)] for g in names}
+        broken = sorted((g for g in lost if lost[g]), key=lambda g: (len(lost[g]), int(g)))
+        if frozenset(broken) != self._broken[0]:
+            self._broken = frozenset(broken), now
+        is_due = now > self._broken[1] + _LEND_S and missing != self._all
+        if len(broken) < 2 or not is_due or self.here != {broken[-1]}:
+            return
+        whole_next, lender = broken[0], broken[-1]
+        name = lost[whole_next][0]
+        if claims.adopt(name, lambda: whole_next not in self._absent.look(self._links.bus)):
+            self._claimed.put(Adopted(name, lender))
+            self._wake()
 
 
 # --- fault plan watch ---
@@ -488,6 +532,7 @@ class Supervisor:
         """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._faults.plan)
+        self._mark("here", "")
         if self._judgement.has_services:
             forget_ends(self._config.trace_dir)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
@@ -526,13 +571,30 @@ class Supervisor:
             self._end()
 
     def _take_parts(self, is_asked: Callable[[], bool]) -> None:
-        """Claim a part of each group, which other hosts have the rest of. Raises GroupHeld."""
-        for group in self._groups.values():
-            part = self._links.claims.take_part(group.name, self._config.parts, is_asked)
-            group.part = part or 0
+        """Claim a part of each group, which other hosts have the rest of.
+
+        If a group has lent a host meanwhile, its host takes a part of the lender when it is back.
+
+        Raises:
+            GroupHeld: All parts of a group have other supervisors, and no other group lacks one.
+        """
+        claims, parts = self._links.claims, self._config.parts
+        for group in list(self._groups.values()):
+            try:
+                group.part = claims.take_part(group.name, parts, is_asked) or 0
+            except GroupHeld:
+                all_groups = map(str, range(self._config.groups_in_all))
+                others = [part_name(g, p) for g in all_groups for p in range(parts)]
+                if (found := claims.take_lost(others, is_asked)) is None:
+                    raise
+                del self._groups[group.name]
+                name, part = part_named(found)
+                logger.warning("group %s needs no host; this one takes group %s", group.name, found)
+                self._groups[name] = Group(name, group.world, group.local, part)
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
-        """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
+        """Publish the exit status for `fft launch outcome`, and the verdict for `fft report`."""
+        keep(self._config.trace_dir, outcome.exit_status, outcome.lines)
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 
@@ -773,14 +835,28 @@ class Supervisor:
         ready = 0 if self._ending.has_begun else self._reforming.spares.ready
         self._adopter.here = frozenset(n for n, g in self._groups.items() if g.living)
         self._adopter.room = ready // self._config.local_ranks
-        for name in self._adopter.claimed():
+        for name, lender in self._adopter.claimed():
             which, part = part_named(name)
             if self._ending.has_begun or (which in self._groups and self._groups[which].living):
                 continue  # the claim is released at the end
+            if lender is not None:
+                self._lend(self._groups[lender], which)
             form = self._config.ranks, self._config.local_ranks
             group = self._groups[which] = Group(which, *form, part, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
+            text = f"group {name} was silent, and was taken over by {bad_hosts.own_name()}"
+            if host := self._links.claims.lost_hosts.get(name):
+                self._mark("lost", text, host)
             self._start(group)
+
+    def _lend(self, group: Group, to: str) -> None:
+        """Give up the part of ``group`` here, so that this host has one of another group."""
+        by = f"group {to}, because both had lost hosts, and this host makes that one whole"
+        self._hand_over(group, Loss(group.claim, by, None))
+        try:
+            self._links.claims.release(group.claim)
+        except BusError as error:
+            logger.error("could not release group %s: %s", group.claim, error)
 
     # --- deaths ------------------------------------------------------------------------
 
@@ -804,12 +880,15 @@ class Supervisor:
         self._links.publish_exit(child)
         if child.has_failed and not self._ending.has_begun:
             view = self._poll()
-            self._deaths.tell(child, group, view)
+            if self._deaths.tell(child, group, view):
+                who = f"group {group.name} rank {child.rank}"
+                self._mark("lost", f"{who} died by {cause_of(code)} at step {view.step}")
             if (verdict := self._deaths.verdict(view)) is not None:
                 self._judgement.problems.append(
                     f"{verdict}; {self._judgement.what_ended} was ended"
                 )
                 self._judgement.hopeless = True
+                self._judgement.no_progress = any(g.starts > 1 for g in self._groups.values())
                 self._end_in_vain("ranks die at the same step again", in_order=False)
         has_mates = group.living or group.spans
         if code < 0 and child.is_replaced and has_mates and self._replace(group, child):
@@ -818,6 +897,11 @@ class Supervisor:
             self._end_mates(child, group)
         if not group.living:
             self._on_group_down(group)
+
+    def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
+        """Remember that this host, or another one, takes part or had a loss."""
+        if self._config.parts_in_all > self._config.groups:  # there are other hosts
+            bad_hosts.mark(self._config.trace_dir, host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
         """Derive how a child has ended, by its register, or by the view if it was killed."""
@@ -914,7 +998,7 @@ class Supervisor:
         view = self._poll(is_sure=True)
         self._forget_mistakes()
         if self._has_committed(group):
-            group.pauses.progressed()
+            group.restarts.progressed()
         if group.loss is not None:
             self._links.claims.yielded(group.loss)
         if group.eviction is not None:
@@ -953,10 +1037,12 @@ class Supervisor:
 
     def _start_later(self, group: Group, problem: str) -> None:
         """Restart the group after a pause, or give it up if it has no restart left."""
-        if group.pauses.restarts < self._config.max_restarts:
+        if not group.restarts.are_used_up(self._config.max_restarts, group.ended_by_error):
             group.start_later()
-        else:
-            self._give_up(group, problem)
+            return
+        if group.restarts.in_a_row:
+            group.stuck_at = self._tail.view.progress
+        self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
         """End the job if, after the end of ``group``, no process has or can get the state."""
@@ -1036,7 +1122,9 @@ class Supervisor:
         """
         now = time.monotonic()
         waiting = any(
-            group.living and not self._has_committed(group) for group in self._groups.values()
+            (group.living or (group.spans and group.restart_at is not None))
+            and not self._has_committed(group)
+            for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
         if self._ending.over or not (waiting or at_once):
@@ -1197,6 +1285,8 @@ class Supervisor:
         """Ask the processes to end; `_check_deadlines` and `_on_group_down` do the rest."""
         group = self._groups[command.group]
         logger.info("group %s is evicted by %s", group.name, command.by)
+        if command.by == EVICTED_BY:
+            self._mark("excluded", f"group {group.name} was evicted by {command.by}")
         group.restart_at = group.return_at_step = None
         group.eviction = command
         living = [c for c in group.living if command.rank in (None, c.rank)]
@@ -1225,7 +1315,7 @@ class Supervisor:
 
     def _restart_straggler(self, rank: str) -> None:
         """Restart the group of ``rank`` if the job can continue without it meanwhile."""
-        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        command = Evict(fresh_id(), rank.rpartition("/")[0], EVICTED_BY, restart=True)
         others = [g for g in self._groups.values() if g.living and g.name != command.group]
         if self._refusal(command) is not None or len(others) < self._config.min_groups:
             return

@@ -70,7 +70,7 @@ class Loaded:
     """Slice and version of each restored entry for the next stage."""
 
 
-class Loader:
+class CheckpointLoader:
     """Loads a checkpoint for one rank, on the main thread.
 
     Attributes:

@@ -32,7 +32,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.contents import COPY_LIMIT_S, Copies, Snapshot, write_rank
-from fft.train.checkpoint.loading import Loader
+from fft.train.checkpoint.loading import CheckpointLoader
 from fft.train.checkpoint.writer import WorkerPool, position_of
 from fft.train.session.checkpoint_schedule import is_first
 from fft.train.session.rank_context import RankContext
@@ -116,10 +116,10 @@ class MemoryCopies(CheckpointHooks):
         self._was_busy = False
         self._pace = Pace()
         self._is_off = bool(rank.scope.by_rank)  # stages have no common commit
-        self._loader: Loader | None = None
+        self._loader: CheckpointLoader | None = None
         if plan.resume is not None and durable is None:
             given = Checkpointing(plan.place, resume=plan.resume)
-            self._loader = Loader(given, Checkpoints(self._store), rank)
+            self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
 
     def resume(self) -> None:
         """See `CheckpointHooks.resume`."""
@@ -133,12 +133,12 @@ class MemoryCopies(CheckpointHooks):
         if self._loader is not None:
             self._loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Complete the last copy if the txn leads to the next one."""
-        self._hooks.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Complete the last copy if the txn leads to the next one. See `CheckpointHooks.asks`."""
         if not skip and self._is_due(plan.step + 1) and not self._written.is_set():
             self._copies.finish()
             self._written.wait(COPY_LIMIT_S)
+        return self._hooks.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the copy that is due at ``record``, if any."""

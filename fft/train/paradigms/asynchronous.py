@@ -20,7 +20,7 @@ from fft.train.limits import Feature
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
-from fft.train.session.checkpoint_schedule import AnnouncedSchedule, CheckpointSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule
 from fft.train.session.participation import Participation
 from fft.train.step.transaction import TransactionLoop
 
@@ -43,7 +43,7 @@ class Asynchronous(Periodic):
         return AsynchronousLoop(self._rank, loop, synchronizer, InnerSteps())
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
-        return DueToLocal(plan, self._rank.job, self._rank.job.bus, is_writing)
+        return DueToLocal(plan, self._rank.job, is_writing)
 
 
 class BoundedPhase(LocalPhase):
@@ -102,7 +102,7 @@ class AsynchronousLoop(PeriodicLoop):
         self.job.post(Synchronise())
 
 
-class DueToLocal(AnnouncedSchedule):
+class DueToLocal(CheckpointSchedule):
     """Checkpoint schedule of groups that may take local steps while others synchronize."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:

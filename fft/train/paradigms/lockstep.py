@@ -16,7 +16,7 @@ from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.limits import Feature
 from fft.train.process_groups.mesh_layout import BatchShare
-from fft.train.session.checkpoint_schedule import CheckpointSchedule, RecordSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule
 from fft.train.session.paradigm import Committed, Paradigm, SharedState, VotePrecondition
 from fft.train.session.rank_context import RankContext
 from fft.train.state.local_tensors import leaves_of
@@ -97,7 +97,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     # --- checkpoints ---
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
-        return RecordSchedule(plan, self._rank.job)
+        return CheckpointSchedule(plan, self._rank.job, is_writing)
 
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
         step = self._rank.state.registered

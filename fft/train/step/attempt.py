@@ -171,7 +171,7 @@ class Attempt:
         self._state, self._groups, self._results = rank.state, rank.groups, rank.results
         self._reductions, self._reducers = rank.reductions, rank.reducers
         self._injector, self.txn = rank.injector, rank.txn
-        self._healer, self._leaving, self._commits = healer, leaving, commits
+        self._healer, self.leaving, self._commits = healer, leaving, commits
         self.preconditions = rank.state.paradigm.vote_preconditions()
         self.presence = StepPresence(rank.job)
         self.failures = StepFailures(rank.settings.config.max_body_failures)
@@ -514,10 +514,9 @@ class Attempt:
         manifest = build(self._data, self._shard, block, own, repeats)
         digest = self._equality
         yes = error is None
-        if yes:
-            self._state.checkpoints.before_vote(plan, last, skip)
+        asks = yes and not block and self._state.checkpoints.asks(plan, last, skip)
         waits = self._healer.joiners_wait
-        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code)
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code, asks)
         self._job.executor.report(vote)
         self.inject("after_vote")
 
@@ -669,7 +668,7 @@ class Attempt:
     def leave(self, error: str | None = None) -> None:
         """Leave the job's step loop. Later work of the main thread is outside FFT."""
         self.give_up()
-        self._leaving.left(error)
+        self.leaving.left(error)
 
     def give_up(self) -> None:
         """Abandon the open txn on this thread."""

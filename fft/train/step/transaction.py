@@ -30,8 +30,8 @@ from fft.messages.progress import Goal
 from fft.messages.protocol import STOP
 from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
-from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
+from fft.train.data.sharded import ShardedSource
+from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Loader, named
 from fft.train.data.step_input import StepInput
 from fft.train.gradients.reducer import Reducers
 from fft.train.limits import Feature
@@ -102,19 +102,12 @@ class TransactionLoop:
         self.fixed_slices = 0
         """`Config.fixed_slices` of this rank; known before it joins."""
 
-    def run(
-        self,
-        loader: Any,
-        max_steps: int | None,
-        replay_only: bool,
-        identify: Identify | None = None,
-        sharded: Sharded | None = None,
-    ) -> Iterator[Transaction]:
+    def run(self, data: Loader, max_steps: int | None) -> Iterator[Transaction]:
         """See ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
         if state.registered_state is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
-        self.paradigm.refuse_loop(loader)
+        self.paradigm.refuse_loop(data.loader)
         if self.is_over:
             raise FftError(
                 f"transactions(): this job ended at step {manager._torchft.step}, because it "
@@ -125,19 +118,19 @@ class TransactionLoop:
         self._open.by_fft = True
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
-        source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
+        source = state.open_source(data, self.job.peer.group, self.job.bus)
         self._guard = UnregisteredStepGuard(state, self._reducers, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
-            self.attempt.announce(self._goal(loader, source, max_steps))
+            self.attempt.announce(self._goal(data.loader, source, max_steps))
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._open.by_fft = False  # torchft's loop may follow
             self.close()
             state.close_source()
         state.checkpoints.before_change()  # the script may change the state after its loop
-        if self.is_over or not manager.asked_to_leave:
+        if self.is_over or not self.attempt.leaving.is_asked:
             self.worker.hooks.complete()
 
     def close(self) -> None:
@@ -145,32 +138,32 @@ class TransactionLoop:
         if self._guard is not None:
             self._guard.close()
 
-    def fix_batch(self, loader: Any, global_batch: int | None, sharded: Sharded | None) -> None:
-        """Give each step ``global_batch`` samples; None: as many as the groups take.
+    def use_data(self, data: Loader) -> None:
+        """Check the settings of the data, and fix the number of slices in a step.
 
         Raises:
-            FftError: The job does not support it, or runs with another number already.
-            DataError: Batches of ``loader`` do not make up such a step.
+            FftError: The job does not support them, or runs with another ``global_batch``.
+            DataError: Batches of the loader do not make up such a step.
         """
-        slices = 0
+        slices, global_batch = 0, data.global_batch
         self.features.use(
-            *[Feature.SHARDED] * (sharded is not None),
-            *[Feature.SHARDED_BY_RANK] * (sharded == "rank"),
+            *[Feature.SHARDED] * (data.sharded is not None),
+            *[Feature.SHARDED_BY_RANK] * (data.sharded == "rank"),
             *[Feature.GLOBAL_BATCH] * (global_batch is not None),
         )
         if global_batch is not None:
             if not self._reducers:
                 raise FftError(
-                    "transactions(loader, global_batch=…): FFT must weight the gradients; call "
+                    "global_batch=: FFT must weight the gradients; call "
                     "manager.sync_gradients(model) before"
                 )
             takers, groups = self.paradigm.items_per_step, self._settings.expected_groups
-            slices = slices_of(loader, global_batch, takers, groups)
+            slices = slices_of(data.loader, global_batch, takers, groups)
         engine = self.job.engine
         if engine is not None and engine.participant.config.fixed_slices != slices:
             raise FftError(
-                f"transactions(loader, global_batch={global_batch}): this job has begun with "
-                "another global_batch; pass the same in each call, and call transactions() before "
+                f"global_batch={global_batch}: this job has begun with another global_batch; pass "
+                "loaders with the same to all calls, and call transactions() before "
                 "the first live block"
             )
         self.fixed_slices = slices
@@ -186,15 +179,6 @@ class TransactionLoop:
             getattr(source, "items_per_data_epoch", None),
             samples_in(loader) if self.fixed_slices else getattr(loader, "samples_per_item", None),
         )
-
-    def _shards(
-        self, kind: Sharded | None, identify: Identify | None
-    ) -> Callable[[Any], ShardedSource] | None:
-        """Return a factory of sources for sharded loaders, or None if the data is not sharded."""
-        if kind is None:
-            return None
-        job, state = self.job, self._state
-        return lambda loader: state.shard_of(loader, kind, job.peer.group, job.bus, identify)
 
     def txns(
         self,
@@ -263,7 +247,7 @@ class TransactionLoop:
 
     def _stop_with_next(self) -> None:
         local = self.job.local
-        is_asked = self._manager.asked_to_leave or (local and self.job.peer in local.leaving)
+        is_asked = self.attempt.leaving.is_asked or (local and self.job.peer in local.leaving)
         self._stops = self._stops or ("asked" if is_asked else "early")
         self._manager.drain(reason="the training was stopped")
 
@@ -408,7 +392,7 @@ class TransactionLoop:
             f"step {rollback.step} was not committed: {rollback.cause.finding}. All ranks must "
             "draw the same items in the same order, and this rank was given "
             f"{named(self._state.loader)}. Causes and fixes: (1) each group, or each rank, passes "
-            'a loader over its own share of the data: call transactions(loader, sharded="group"), '
+            'a loader over its own share of the data: pass fft.Loader(loader, sharded="group"), '
             'or "rank". (2) The seeds or other settings of the loaders differ: give all ranks the '
             "same. (3) The order was not "
             f"restored for a rank that joined: {ORDER_FIX}. (4) Only random augmentation differs: "
@@ -586,7 +570,7 @@ class Transaction(AttemptContext):
         """
         if self._drawn.dealt is not None:
             raise FftError(
-                "txn.batch: with transactions(global_batch=…) a rank computes one or several "
+                "txn.batch: with global_batch= a rank computes one or several "
                 "batches in a step; write `for batch in txn.batches:` and call backward() in it"
             )
         return self._drawn.batch
