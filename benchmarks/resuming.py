@@ -49,6 +49,7 @@ def run(every: int, folder: Path) -> Cost:
     command = [sys.executable, "-m", "fft.cli", "run", "--no-progress", "--groups", "2"]
     command += ["--ranks", "2", "--trace-dir", str(traces), "--faults", str(folder / "plan.yaml")]
     command += ["--checkpoint", str(folder / "kept"), "--every", str(every), "--resume"]
+    command += ["--memory", "off"]
     command += ["--timeout", str(LIMIT_S), str(SCRIPT), "--steps", str(STEPS)]
     for words in (command, [sys.executable, "-m", "fft.cli", "audit", str(traces)]):
         subprocess.run(words, check=True, capture_output=True, text=True)

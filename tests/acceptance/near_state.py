@@ -1,4 +1,4 @@
-"""What a job loses when all of its trainers are killed at random moments.
+"""Kills of all trainers of a job at random moments, and what each of them costs.
 
 A job of 2 x 2 FSDP2 ranks with 100 MB of state each runs under `fft run` with a copy in memory of
 each step (``memory``), or with durable checkpoints (``disk``). All trainers are killed at random

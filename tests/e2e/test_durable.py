@@ -40,7 +40,8 @@ def arguments(root: Path, *script: object, **options: object) -> list[str]:
     """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
     given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
-    given |= {"checkpoint": root / "checkpoints", "every": EVERY, **options}
+    given |= {"checkpoint": root / "checkpoints", "every": EVERY, "memory": "off"}
+    given |= options
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
         flags += [f"--{name}", str(value)]

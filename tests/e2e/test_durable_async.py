@@ -31,7 +31,7 @@ def arguments(root: Path, steps: int, *plant: str, every: int | str = 2) -> list
     """Return the arguments of `fft run`; they are the same for each start of a job."""
     (root / "out").mkdir(exist_ok=True)
     given = {"groups": 3, "ranks": 1, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
-    given |= {"checkpoint": root / "checkpoints", "every": every, "keep": 0}
+    given |= {"checkpoint": root / "checkpoints", "every": every, "keep": 0, "memory": "off"}
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
         flags += [f"--{name}", str(value)]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiprocess
 def command(root: Path, *script: object, every: int = 2) -> list[str]:
     """Return the command of a job of two groups."""
     given = {"groups": 2, "trace-dir": root / "traces", "timeout": LIMIT_S - 20}
-    given |= {"checkpoint": root / "checkpoints", "every": every}
+    given |= {"checkpoint": root / "checkpoints", "every": every, "memory": "off"}
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
         flags += [f"--{name}", str(value)]

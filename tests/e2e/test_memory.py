@@ -77,10 +77,9 @@ def has_copies(root: Path, least: int) -> bool:
 
 def is_at_work(root: Path) -> bool:
     """Return whether the running ranks have copied a step; so no three starts die at one."""
-    heads = [
-        json.loads(p.open().readline() or "{}") for f in folders(root)[-1:] for p in trace_files(f)
-    ]
-    pids = {head["config"]["pid"] for head in heads if head}
+    lines = [p.open().readline() for f in folders(root)[-1:] for p in trace_files(f)]
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    pids = {head["config"]["pid"] for head in whole}
     return bool(pids) and pids <= set(living(root)) and has_copies(root, 1)
 
 
@@ -115,7 +114,7 @@ def place_of(process: FftRun) -> Path:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_job_whose_ranks_are_all_killed_goes_on_from_memory(
+def test_job_goes_on_from_memory_when_all_ranks_are_killed(
     kills: int, undisturbed: dict[str, list[object]], tmp_path: Path
 ) -> None:
     steps, limit_s = (STEPS, LIMIT_S) if kills == 2 else (100, 5 * LIMIT_S)
