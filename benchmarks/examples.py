@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
 from fft.trace.format import scope_folders
-from fft.trace.report import incidents, requested_faults
+from fft.trace.report import RunReport
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 200
@@ -98,8 +98,8 @@ def run(example: Example, folder: Path) -> bool:
 
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     """Return the columns of one run, and whether all requirements are met."""
-    report, found = audit_dir(traces), incidents(traces)
-    asked, missing = requested_faults(traces)
+    report, found = audit_dir(traces), RunReport(traces).incidents
+    asked, missing = RunReport(traces).requested_faults()
     all_fired = bool(asked) and not missing
     scopes = {folder: slices(read_lines(folder)) for folder in scope_folders(traces)}
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)

@@ -17,7 +17,7 @@ def rewrite(path: Path, change: Change) -> None:
     link, out, seq = "", [], 0
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        del record["h"]
+        record.pop("h", None)
         for new in change(record):
             seq += 1
             body = json.dumps({**new, "seq": seq}, separators=(",", ":"))

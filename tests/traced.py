@@ -13,7 +13,16 @@ from typing import Any
 from cluster import Node
 from jobs import HSDP, Job
 
-from fft.messages.protocol import Applied, Event, Healed, Peer, Prepared
+from fft.messages.protocol import (
+    Applied,
+    Event,
+    GroupEntry,
+    Healed,
+    Peer,
+    Prepared,
+    Record,
+    Standing,
+)
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
 from fft.trace.format import DIGESTS
@@ -78,6 +87,23 @@ class TracedJob(Job):
     def close(self) -> None:
         for writer in self.writers.values():
             writer.close()
+
+
+def a_record(
+    n: int,
+    kind: str,
+    step: int,
+    cursor: int = 0,
+    members: Iterable[str] = (),
+    standing: Iterable[str] = (),
+    **more: Any,
+) -> Record:
+    """Return a record of a head register; members and standing groups are given by their names."""
+    entries = tuple(GroupEntry(group, "store", ()) for group in members)
+    alone = tuple(Standing(GroupEntry(group, "store", ()), 0, n) for group in standing)
+    more = {"epoch": 1, "txn": n, "lineage": "", "batches": cursor, "by": Peer("0", 0, 1), **more}
+    place = {"n": n, "kind": kind, "step": step, "cursor": cursor}
+    return Record(**place, **more, members=entries, standing=alone)
 
 
 def peak_of(reads: Callable[[], bool]) -> int:

@@ -54,7 +54,7 @@ def report(
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
     from fft.launch.outcome import kept
-    from fft.trace import report as of
+    from fft.trace.report import RunReport
 
     with plain_errors():
         folder = trace_folder(directory)
@@ -76,21 +76,13 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            known = of.full_report(folder) | {"ended": kept(folder)}
-            put(json.dumps(known, indent=2) + "\n")
+            told = RunReport(folder).to_json() | {"ended": kept(folder)}
+            put(json.dumps(told, indent=2) + "\n")
             return
-        course, found = of.course_of(folder), of.incidents(folder)
-        has_gaps = bool(damaged := of.damages(folder))
-        shown: list[object] = [f"{folder}:", *of.summary_lines(course)]
-        shown.append(of.fault_table(found, course) or "no fault was noticed in these traces")
-        if has_gaps:
-            shown += ["these traces have gaps: faults and their costs may be missing above"]
-        shown += of.change_lines(found, course)
-        shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
-        shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
-        shown += [of.went_on(folder, has_gaps), *kept(folder)]
+        found = RunReport(folder)
+        shown = [*found.parts(), *kept(folder)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    for line in damaged:
+    for line in found.damages:
         write_err(line)

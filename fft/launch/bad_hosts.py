@@ -20,7 +20,7 @@ from fft.trace.starts import root_of
 
 logger = logging.getLogger(__name__)
 
-MARKS, LIST = "host-marks", "bad-hosts"
+MARKS, LIST = "host-marks", "bad-hosts"  # `*.jsonl` are traces
 _REPEATED = 3
 """Number of losses from which on a host is bad, if the median host has less than half as many."""
 _SHOWN = 3

@@ -31,11 +31,10 @@ from fft.messages.protocol import (
     Peer,
     Record,
     Suspect,
-    plain_record,
 )
-from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, CheckpointNotes
-from fft.trace.course import Course
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.trace.format import progress_in_words
+from fft.trace.history import History
 
 _COMMANDS = 8
 _POINTS = 1000
@@ -106,8 +105,8 @@ class LossCurve:
 
 
 @dataclass
-class JobModel:
-    """The state of the job so far."""
+class JobModel(History):
+    """The view of a job that ``fft watch`` shows."""
 
     head: Record | None = None
     lost: str = ""
@@ -120,8 +119,6 @@ class JobModel:
     """The newest commit, if any, was read from a register and may precede `attached`."""
     supervisors: Mapping[str, Holder] = field(default_factory=dict)
     """Group → the `fft run` that started it."""
-    course: Course = field(default_factory=Course)
-    """Steps, memberships and faults since watching began."""
     losses: dict[str, float] = field(default_factory=dict)
     """Group → the newest loss that one of its ranks has reported."""
     curves: dict[str, LossCurve] = field(default_factory=dict)
@@ -130,11 +127,7 @@ class JobModel:
     stragglers: Stragglers = field(default_factory=Stragglers)
     scopes: dict[str, int] = field(default_factory=dict)
     """Scope → committed steps, if stages have scopes of their own."""
-    checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
-    _gaps: dict[str, str] = field(default_factory=dict)
-    """Rank → why its trace could not be written."""
     _held: dict[tuple[str, int], HeldReport] = field(default_factory=dict)
-    _fetches: dict[tuple[str, int], FetchReport] = field(default_factory=dict)
     _groups: dict[str, dict[int, RankSeen]] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
 
@@ -149,10 +142,10 @@ class JobModel:
         """Take the registers where watching begins, or begins again after the bus was lost."""
         self.supervisors, self.attached = supervisors or {}, now
         for report in reports:
-            self._take_report(report)
+            self.hear(report, now)
         self.lost = ""
         for record in filter(None, (epoch, head)):
-            self.course.take(plain_record(record), now)
+            self.take_record(record, now)
         if epoch is not None:
             self._enter(epoch)
         if head is not None and (self.head is None or head.n >= self.head.n):
@@ -168,19 +161,14 @@ class JobModel:
         match word:
             case HeldReport():
                 self._held[(word.group, word.rank)] = word
-            case FetchReport():
-                self._fetches[(word.group, word.rank)] = word
-            case IdleReport():
-                self.course.take_idle(word.seconds, now)
-            case CheckpointReport() | TraceReport():
-                self._take_report(word)
+            case CheckpointReport() | TraceReport() | FetchReport() | IdleReport():
+                self.hear(word, now)
             case SpeedReport():
+                self.hear(word, now)
                 self._held.pop((word.group, word.rank), None)
-                self._fetches.pop((word.group, word.rank), None)
                 if word.loss is not None:
                     self.losses[word.group] = word.loss
                     self.curves.setdefault(word.group, LossCurve()).add(word.step, word.loss)
-                self.course.goal = word.goal or self.course.goal
                 if word.scope is not None:
                     self.scopes[word.scope] = max(word.step, self.scopes.get(word.scope, 0))
                 rank = f"{word.group}/{word.rank}"
@@ -202,12 +190,6 @@ class JobModel:
                 self.commands.append(word)
         return []
 
-    def _take_report(self, word: Report) -> None:
-        if isinstance(word, CheckpointReport):
-            self.checkpoints.hear(word)
-        elif isinstance(word, TraceReport):
-            self._gaps[f"{word.group}/{word.rank}"] = word.why
-
     def pace(self, group: str) -> str:
         """List the slow ranks of ``group``, each with its time as a multiple of the median."""
         places = ((rank.rpartition("/"), factor) for rank, factor in self.stragglers.slow.items())
@@ -226,7 +208,7 @@ class JobModel:
         return [
             f"group {group} rank {rank} is fetching the state: "
             f"{progress_in_words(word.got, word.total, word.left)}"
-            for (group, rank), word in sorted(self._fetches.items())
+            for (group, rank), word in sorted(self.fetching.items())
             if word.got < word.total
         ]
 
@@ -242,7 +224,7 @@ class JobModel:
             found.append(f"no checkpoint of step {failed[0]} from {failed[1]}")
         if max(self.checkpoints.too_often, default=0) > (newest or 0):
             found.append(ABOUT_TOO_OFTEN)
-        gaps = sorted(self._gaps.items())
+        gaps = sorted(self.why_gaps.items())
         return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
 
     def has_ended(self) -> bool:
@@ -285,7 +267,7 @@ class JobModel:
         if self.head is not None and record.n <= self.head.n:
             return
         self.head = record
-        self.course.take(plain_record(record), now)
+        self.take_record(record, now)
         if record.kind == "epoch":
             self._enter(record)
             self._let_apart(record)

@@ -42,7 +42,7 @@ class _Figures:
         """Read the traces in ``folder`` from now on."""
         self.close()
         with self._lock:
-            self._tail = TraceTail(folder, with_figures=True)
+            self._tail = TraceTail(folder)
 
     def poll(self) -> None:
         """Read what was appended to the traces."""
@@ -64,13 +64,13 @@ class _Figures:
             return list(self._families())
 
     def _families(self) -> Iterator[Metric]:
-        if self._tail is None or self._tail.figures is None:
+        if self._tail is None:
             return
         for figure in FIGURES:
             kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
             family = kind(f"fft_{figure.name}", figure.text, labels=figure.labels)
             values = dict(_ALL_CAUSES) if figure.labels == ("cause",) else {}
-            values.update(figure.values(self._tail.figures))
+            values.update(figure.values(self._tail.view))
             for labels, value in values.items():
                 family.add_metric(labels, float(value))
             yield family

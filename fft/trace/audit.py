@@ -28,16 +28,14 @@ from fft.trace.ends import Ends
 from fft.trace.flow import Flow, judge_entries, judge_flow
 from fft.trace.format import DIGESTS, INNER, SCOPES, inner_folder
 from fft.trace.inputs import CONSUMED, Given, Inputs, Owed, Weigh, judge_shards, told_of_ids
-from fft.trace.read import GAP, TraceFile, has_gap, read_lines, read_trace, trace_files
-from fft.trace.replay import Note, Replay, participant_of, replay
+from fft.trace.read import GAP, TraceFile, has_gap, read_lines, trace_files
+from fft.trace.replay import Note, Replay, participant_of
 
 __all__ = [
     "AuditReport",
     "FftError",
     "audit_dir",
     "read_lines",
-    "read_trace",
-    "replay",
     "trace_files",
 ]
 

@@ -6,6 +6,7 @@ also reports checkpoints on the bus, because its trace may be on the same full d
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -86,14 +87,14 @@ class CheckpointNotes:
         if outcome == "published":
             self.taken.add(step)
         elif outcome == "failed":
-            self.failed.setdefault(step, []).append(text)
+            insort(self.failed.setdefault(step, []), text)
             self.troubles.append(f"no checkpoint of step {step} from {text}")
         elif outcome == "too_often":
             if not self.too_often:
                 self.troubles.append(ABOUT_TOO_OFTEN)
             self.too_often.add(step)
         else:
-            self.left_out.setdefault(step, text)
+            self.left_out[step] = min(self.left_out.get(step, text), text)
 
     @property
     def last_failure(self) -> tuple[int, str] | None:

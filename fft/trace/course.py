@@ -1,6 +1,11 @@
 """The history of a job, computed from the records of its head register: steps, memberships, faults
 and goodput.
 
+A rollback accuses a rank if its cause is evidence against it: its own step function failed, or
+others saw it end, hang or stay away. A cause that reports only a failed collective or an expired
+wait accuses no rank: its author was only the first to notice. `CauseCode` documents which causes
+accuse.
+
 Pure. The same class serves ``fft run`` and ``fft watch`` while a job runs, and ``fft report``
 afterwards. Times are seconds on one clock; records arrive in the order of their numbers, and a
 record that was seen before is ignored.
@@ -11,12 +16,12 @@ from __future__ import annotations
 import re
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from fft.messages.causes import CauseCode
 from fft.messages.progress import Goal
+from fft.messages.protocol import Record
 
 _RECENT = 40
 """Number of commits over which the present rate is averaged."""
@@ -36,6 +41,59 @@ def readable_cause(cause: str) -> str:
     if _PEER.fullmatch(author) and _PEER.match(rest):
         text = rest
     return _PEER.sub(r"group \g<group> rank \g<rank>", text)
+
+
+# --- blame ---
+
+Place = tuple[str, int]
+"""(group, rank): a place in the job, independent of the process that holds it."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One ABORT.
+
+    Attributes:
+        named: Ranks that its cause is evidence against; it may be empty.
+        is_open: Gradients of replicas differed without a majority, so that only later attempts can
+            show which replica is wrong.
+    """
+
+    n: int
+    step: int
+    by: str
+    cause: str
+    named: frozenset[Place]
+    is_open: bool = False
+
+    @classmethod
+    def of(cls, record: Record) -> Rollback:
+        """Return the rollback that a record decides."""
+        named = frozenset((peer.group, peer.rank) for peer in record.accused)
+        is_open = not named and record.code == CauseCode.GRADIENTS_DIFFER
+        return cls(record.n, record.step, str(record.by), record.cause, named, is_open)
+
+
+def place_text(place: Place) -> str:
+    """Return the place in display form: ``GROUP/RANK``."""
+    return f"{place[0]}/{place[1]}"
+
+
+def named_by_all(rollbacks: Iterable[Rollback], at_least: int) -> Place | None:
+    """Return the one rank that all rollbacks name, if there are at least ``at_least``.
+
+    Open rollbacks name no rank and are ignored. A run of two or more rollbacks needs at least two
+    that are not open.
+    """
+    run = list(rollbacks)
+    closed = [each.named for each in run if not each.is_open]
+    if len(run) < max(1, at_least) or len(closed) < min(2, len(run)):
+        return None
+    everywhere = frozenset.intersection(*closed)
+    return next(iter(everywhere)) if len(everywhere) == 1 else None
+
+
+# --- the course ---
 
 
 @dataclass(slots=True)
@@ -76,9 +134,7 @@ class EpochStats:
 class Fault:
     """One rollback of the job."""
 
-    n: int
-    """Number of its record."""
-    step: int
+    rollback: Rollback
     at: float
     cause: str
     code: str
@@ -93,8 +149,16 @@ class Fault:
     before: EpochStats | None = None
     is_last: bool = True
     """No other rollback came between this one and the next commit."""
-    accused: frozenset[str] = frozenset()
-    """Groups of the ranks that the cause accuses."""
+
+    @property
+    def n(self) -> int:
+        """Number of its record."""
+        return self.rollback.n
+
+    @property
+    def step(self) -> int:
+        """The step that was rolled back."""
+        return self.rollback.step
 
     @property
     def is_recomputation(self) -> bool:
@@ -163,6 +227,8 @@ class Course:
     fault nor by a join."""
     ended: bool = False
     """The job ended with a commit."""
+    block: int = 0
+    """Number of the newest record that ends a live block."""
     epochs: list[EpochStats] = field(default_factory=list)
     rollbacks: list[Fault] = field(default_factory=list)
     """All rollbacks, those of recomputed steps included."""
@@ -178,24 +244,24 @@ class Course:
     _left: tuple[str, ...] = ()
     _ended_by: int = 0
 
-    def take(self, record: Mapping[str, Any], at: float) -> bool:
+    def take(self, record: Record, at: float) -> bool:
         """Take a record that was first received at time ``at``; return whether it was new."""
-        if record["n"] <= self.n:
+        if record.n <= self.n:
             return False
-        self.n = record["n"]
-        held = len(record.get("leases") or ()) + len(record.get("returned") or ())
+        self.n = record.n
+        held = len(record.leases) + len(record.returned)
         if self._begun is None:
-            self._begun = record["cursor"] - held, record["batches"], record["step"]
-            self.consumed_slices = record["batches"]
-        kind = record["kind"]
-        if kind == "epoch":
-            self._form(record, at)
-        elif kind == "abort":
-            self._roll_back(record, at)
-        else:
-            self._commit(record, at)
-        self.step, self.cursor = record["step"], record["cursor"]
-        self.consumed_slices = record["batches"]
+            self._begun = record.cursor - held, record.batches, record.step
+            self.consumed_slices = record.batches
+        match record.kind:
+            case "epoch":
+                self._form(record, at)
+            case "abort":
+                self._roll_back(record, at)
+            case "commit":
+                self._commit(record, at)
+        self.step, self.cursor = record.step, record.cursor
+        self.consumed_slices = record.batches
         self.outstanding_slices = held
         return True
 
@@ -333,29 +399,34 @@ class Course:
             end = max(end, ended)
         return total
 
+    @property
+    def run(self) -> list[Rollback]:
+        """The rollbacks since the last commit, in order; all are attempts at the same step."""
+        return [fault.rollback for fault in self._pending]
+
     def away(self) -> Iterator[Absence]:
         """Yield the absences that are not over."""
         return (absence for absence in self.absences if absence.back is None)
 
     # --- records ---
 
-    def _form(self, record: Mapping[str, Any], at: float) -> None:
+    def _form(self, record: Record, at: float) -> None:
         members, was = _groups(record), self.members
         gone = was - members
         for fault in self._pending:
             if not fault.lost and (lost := sorted(gone - set(self._left))):
                 fault.lost = tuple(lost)
-                if not fault.accused & set(lost):
+                if not {group for group, _ in fault.rollback.named} & set(lost):
                     # the cause is what a survivor noticed, and must not read as its fault
                     why = f"; noticed as: {fault.cause}" if fault.cause else ""
                     fault.cause = f"group {', '.join(lost)} was lost{why}"
         is_undisturbed = all(fault.is_recomputation for fault in self._pending)
-        if members == was and is_undisturbed and (self._pending or record.get("standing")):
-            self._left, self.epochs[-1].epoch = (), record["epoch"]  # the job goes on as before
+        if members == was and is_undisturbed and (self._pending or record.standing):
+            self._left, self.epochs[-1].epoch = (), record.epoch  # the job goes on as before
             return
         came = tuple(sorted(members - was)) if self.epochs else ()
         for group in sorted(gone):
-            absence = Absence(group, record["step"], at, group in self._left, self._ended_by)
+            absence = Absence(group, record.step, at, group in self._left, self._ended_by)
             self.absences.append(absence)
         for absence in self.away():
             if absence.group in came:
@@ -363,31 +434,30 @@ class Course:
         if came:
             again = {absence.group for absence in self.absences}
             text = "; ".join(f"group {g} {'came back' if g in again else 'joined'}" for g in came)
-            self.changes.append(Change(record["step"], at, text, joined=came, n=record["n"]))
+            self.changes.append(Change(record.step, at, text, joined=came, n=record.n))
         self._left = ()
-        self.epochs.append(EpochStats(record["epoch"], members, at, record["step"]))
+        self.epochs.append(EpochStats(record.epoch, members, at, record.step))
 
-    def _roll_back(self, record: Mapping[str, Any], at: float) -> None:
-        if record.get("skip"):
+    def _roll_back(self, record: Record, at: float) -> None:
+        if record.skip:
             return
         before = next((stats for stats in reversed(self.epochs) if stats.rate is not None), None)
-        cause, code = readable_cause(record.get("cause", "")), record.get("code", CauseCode.NONE)
         since = max(self.last or 0.0, self._pending[-1].at if self._pending else 0.0) or at
-        fault = Fault(record["n"], record["step"], at, cause, str(code), since, before=before)
-        fault.accused = frozenset(peer[0] for peer in record.get("accused") or ())
+        rollback, cause = Rollback.of(record), readable_cause(record.cause)
+        fault = Fault(rollback, at, cause, str(record.code), since, before=before)
         for earlier in self._pending:
             earlier.is_last = False
-        self._ended_by = record["n"]
+        self._ended_by = record.n
         self.rollbacks.append(fault)
         self._pending.append(fault)
 
-    def _commit(self, record: Mapping[str, Any], at: float) -> None:
+    def _commit(self, record: Record, at: float) -> None:
         # an observer that started during an epoch has not received the epoch record
         if not self.epochs:
-            self.epochs.append(EpochStats(record["epoch"], frozenset(), at, record["step"]))
-        stats, consumed = self.epochs[-1], record["batches"] - self.consumed_slices
-        self.skipped += record["cursor"] - self.cursor if record.get("skip") else 0
-        if consumed > 0 and not record.get("leases"):
+            self.epochs.append(EpochStats(record.epoch, frozenset(), at, record.step))
+        stats, consumed = self.epochs[-1], record.batches - self.consumed_slices
+        self.skipped += record.cursor - self.cursor if record.skip else 0
+        if consumed > 0 and not record.leases:
             self.sizes[consumed] += 1
         if not stats.commits:
             stats.first, stats.first_slices = at, consumed
@@ -403,16 +473,17 @@ class Course:
             absence.steps += 1
         if stats.commits == 1:
             self._recent.clear()
-        self._recent.append((at, record["step"], record["batches"]))
+        self._recent.append((at, record.step, record.batches))
         self._first = self._first or self._recent[-1]
-        self._left = tuple(record.get("leavers") or ())
-        self.ended |= bool(record.get("last"))
-        if record.get("change"):
-            self._ended_by = record["n"]
-        if self._left and not record.get("last"):
+        self._left = record.leavers
+        self.ended |= record.last
+        self.block = record.n if record.live == "end" else self.block
+        if record.change:
+            self._ended_by = record.n
+        if self._left and not record.last:
             names = ", ".join(self._left)
             text = f"group {names} left after this commit"
-            self.changes.append(Change(record["step"], at, text, left=self._left, n=record["n"]))
+            self.changes.append(Change(record.step, at, text, left=self._left, n=record.n))
 
 
 class TimeLost:
@@ -504,9 +575,8 @@ def _speed(
     return (steps / seconds, slices / seconds) if seconds > 0 else None
 
 
-def _groups(record: Mapping[str, Any]) -> frozenset[str]:
+def _groups(record: Record) -> frozenset[str]:
     """Return the groups of the job after an epoch record; in an asynchronous job also those in
     their local phase."""
-    inside = {entry["group"] for entry in record["members"]}
-    alone = {entry["group"] for entry, *_ in record.get("standing") or ()}
-    return frozenset(inside | alone)
+    inside = {entry.group for entry in record.members}
+    return frozenset(inside | {each.entry.group for each in record.standing})

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from fft.protocol.roles import Role
 from fft.trace.course import Course, Fault, TimeLost, readable_cause
+from fft.trace.format import progress_in_words
 from fft.trace.tail import JobView, RankView
 from fft.util.terminal import printable
 
@@ -83,9 +84,10 @@ def row_of(view: JobView, group: str, doing: str) -> Row:
     first = ranks[0]
     fault = next((readable_cause(rank.fault) for rank in ranks if rank.fault), "")
     step = min(rank.step for rank in ranks)
-    fetches = next((rank.fetches for rank in ranks if rank.fetches), "")
+    fetches = [each for (name, _), each in sorted(view.fetching.items()) if name == group]
     state = _STATES.get(first.role, first.role)
-    state = f"{state} ({fetches})" if fetches else state
+    if fetches:
+        state += f" ({progress_in_words(fetches[0].got, fetches[0].total, fetches[0].left)})"
     trouble = next(filter(None, map(_trouble_of, ranks)), "")
     return Row(group, doing, state, first.epoch, step, first.loss, fault, trouble)
 

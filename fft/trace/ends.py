@@ -6,9 +6,8 @@ The input is the moves of a history; the texts are for ``fft audit`` and ``fft r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from fft.messages.effects import Finish
 from fft.messages.protocol import Ballot, Healed, Peer, Record, Token
@@ -16,6 +15,7 @@ from fft.protocol.equality import differing, digests_text, minority
 from fft.protocol.invariants import Move
 from fft.protocol.invariants.facts import Numbers
 from fft.trace.format import RUNS
+from fft.trace.lines import Line, Transition, record_of
 
 _NAMED = 8
 """Maximum number of participants that a text names."""
@@ -66,14 +66,12 @@ class Comparisons:
         """Take the end of the job, because the states after ``step`` differed."""
         self._bad = step
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Take a line of a trace. Raises LookupError or TypeError if it cannot be read."""
-        event = line.get("event") or {}
-        if event.get("type") == "ballot":
-            digests = [(vote["peer"][1], vote.get("digest")) for vote in event["votes"]]
-            self.voted(line["step"], digests)
-        elif (event.get("record") or {}).get("diverged"):
-            self.ended(event["record"]["step"])
+    def take(self, line: Line) -> None:
+        """Take a line of a trace."""
+        if isinstance(line, Transition) and isinstance(line.event, Ballot):
+            self.voted(line.step, ((vote.peer.rank, vote.digest) for vote in line.event.votes))
+        elif (record := record_of(line)) is not None and record.diverged:
+            self.ended(record.step)
 
     @property
     def taint(self) -> Taint | None:

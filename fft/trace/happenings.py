@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from fft.messages.protocol import Healed, Prepared
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.course import readable_cause
-from fft.trace.read import merged_lines
+from fft.trace.lines import Line, Transition
+from fft.trace.read import STEP_NOTES, merged_lines
 
 ROLLBACK_ROLES = {"aborting", "rolling_back"}
 COMMITTED, ROLLED_BACK = "committed", "rolled back"
@@ -60,29 +61,28 @@ class Happenings:
         self._seen: dict[str, tuple[Path, float]] = {}
         """Rank → file and time of its newest transition."""
 
-    def take(self, path: Path, line: dict[str, Any], at: float) -> Iterator[Happening]:
+    def take(self, path: Path, line: Line, at: float) -> Iterator[Happening]:
         """Yield the activities that end with this line."""
-        if (roles := line.get("roles")) is None:
+        if not isinstance(line, Transition):
             return
-        rank, event = f"{line['group']}/{line['rank']}", line.get("event") or {}
-        token = line["epoch"], line["txn"]
+        rank, event, roles, token = line.lane, line.event, line.roles, (line.epoch, line.txn)
         file, before = self._seen.get(rank, (path, at))
         if file != path:  # another process has replaced this one
             yield from self._lost(rank, before)
         self._seen[rank] = path, at
-        if event.get("type") == "healed" and event["bytes"]:
-            facts = {"bytes": event["bytes"], "source": event["source"]}
-            yield Happening("transfer", rank, token, before, line["seq"], at, facts=facts)
+        if isinstance(event, Healed) and event.bytes:
+            facts: dict[str, str | int] = {"bytes": event.bytes, "source": event.source}
+            yield Happening("transfer", rank, token, before, line.seq, at, facts=facts)
         current = self._open.get(rank)
-        if current is not None and event.get("type") == "prepared" and event["yes"]:
-            current.parts.append(("wait", at, line["seq"]))
-            current.facts["step"] = line["step"]  # it changes if the rank has fetched the state
+        if current is not None and isinstance(event, Prepared) and event.yes:
+            current.parts.append(("wait", at, line.seq))
+            current.facts["step"] = line.step  # it changes if the rank has fetched the state
         is_first = current is None and roles[1] == "joining"
         if not is_first and (roles[0] == roles[1] or {*roles} <= ROLLBACK_ROLES):
             return
         if current is not None and roles[1] in COMMITTING:
             if current.outcome != COMMITTED:
-                current.parts.append(("update", at, line["seq"]))
+                current.parts.append(("update", at, line.seq))
             current.outcome = COMMITTED
         elif current is not None and roles[1] != "voting":
             current.end = at
@@ -91,13 +91,13 @@ class Happenings:
             yield self._open.pop(rank)
         if (kind := _KINDS.get(roles[1])) is None:
             return
-        begun = self._open[rank] = Happening(kind, rank, token, at, line["seq"])
-        begun.facts["step"] = line["step"]
+        begun = self._open[rank] = Happening(kind, rank, token, at, line.seq)
+        begun.facts["step"] = line.step
         if kind == "step":
-            begun.parts.append(("compute", at, line["seq"]))
+            begun.parts.append(("compute", at, line.seq))
         elif kind == "rollback":
-            cause = readable_cause(line.get("cause") or "")
-            begun.facts |= {"cause": cause, "cause_code": line.get("code") or "none"}
+            cause = readable_cause(line.cause or "")
+            begun.facts |= {"cause": cause, "cause_code": line.code or "none"}
 
     def end(self) -> Iterator[Happening]:
         """Yield the activities that are open at the end of the traces."""
@@ -113,6 +113,6 @@ class Happenings:
 def happenings(folder: Path) -> Iterator[Happening]:
     """Yield the activities in one scope, in the order in which they ended."""
     found = Happenings()
-    for at, path, line, _ in merged_lines(folder):
+    for at, path, line, _ in merged_lines(folder, skip=STEP_NOTES):
         yield from found.take(path, line, at)
     yield from found.end()

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.trace.figures import FIGURES, Figure, Figures
+from fft.trace.figures import FIGURES, Figure
 from fft.trace.format import scope_folders
 from fft.trace.happenings import COMMITTED, ROLLED_BACK, Happening, happenings
-from fft.trace.read import parsed, trace_files
-from fft.trace.report import figures_of
+from fft.trace.history import History
+from fft.trace.lines import parsed
+from fft.trace.read import trace_files
+from fft.trace.report import history_of
 from fft.util.version import __version__
 
 try:
@@ -55,7 +57,7 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # opentelemetry has no types her
 
     def __init__(self, directory: Path) -> None:
         heads = [parsed(_first_line(path)) for path in trace_files(directory)]
-        starts = ((head["wall"], head["h"]) for head in heads if head is not None)
+        starts = ((head.wall, head.h) for head in heads if head is not None)
         self._run = min(starts, default=None)  # None: no process has written a line yet
         self.trace: tuple[object, ...] = ()
         """Scope and token of the attempt whose spans follow."""
@@ -166,7 +168,7 @@ class _Sender:
         self._waiting = []
 
 
-def _send_metrics(url: str, resource: Any, figures: Figures) -> int:
+def _send_metrics(url: str, resource: Any, figures: History) -> int:
     """Send the figures; return their number. Raises FftError if they are not accepted."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader], resource=resource)
@@ -185,7 +187,7 @@ def _send_metrics(url: str, resource: Any, figures: Figures) -> int:
     return len(FIGURES)
 
 
-def _observer(figure: Figure, figures: Figures) -> Callable[[Any], list[Any]]:
+def _observer(figure: Figure, figures: History) -> Callable[[Any], list[Any]]:
     def observe(_: Any) -> list[Any]:
         values = figure.values(figures)
         return [
@@ -218,4 +220,4 @@ def export(directory: Path, url: str) -> tuple[int, int]:
             spans.add(found)
         spans.end()
     sender.flush()
-    return sender.sent, _send_metrics(url, resource, figures_of(directory))
+    return sender.sent, _send_metrics(url, resource, history_of(directory))

@@ -17,8 +17,9 @@ from fft.trace.course import Course, TimeLost
 from fft.trace.display import cost
 from fft.trace.format import scope_folders
 from fft.trace.happenings import Happening, Happenings
-from fft.trace.read import merged_lines
-from fft.trace.report import course_of
+from fft.trace.lines import Note
+from fft.trace.read import STEP_NOTES, merged_lines
+from fft.trace.report import history_of
 from fft.trace.timeline import name_of
 
 try:
@@ -102,7 +103,7 @@ def write_trace(directory: Path, out: Path) -> None:
     Raises:
         FftError: There is no trace, or the file cannot be written.
     """
-    course = course_of(directory)
+    course = history_of(directory).course
     try:
         with out.open("wb") as file:
             tracks = _Tracks(file)
@@ -144,11 +145,11 @@ def _write_scope(tracks: _Tracks, folder: Path, scope: tuple[str, ...]) -> None:
         for part in parts:
             _write_part(tracks, lane(part.rank), part)
 
-    for at, path, line, _ in merged_lines(folder):
+    for at, path, line, _ in merged_lines(folder, skip=STEP_NOTES):
         write(found.take(path, line, at))
-        if line["kind"] == "note" and (name := name_of(line["note"], line.get("data") or {})):
-            events = tracks.of(*lane(f"{line['group']}/{line['rank']}"), "events")
-            tracks.instant(events, at, name, {"file": path.name, "line": line["seq"]})
+        if isinstance(line, Note) and (name := name_of(line)):
+            events = tracks.of(*lane(line.lane), "events")
+            tracks.instant(events, at, name, {"file": path.name, "line": line.seq})
     write(found.end())
 
 

@@ -1,8 +1,7 @@
 """Read trace files line by line, linked by digests, up to their end or the first damage.
 
 Files are read block by block and are not kept open, so memory use is independent of the length of a
-run, and any number of traces can be read together. `read_trace` and `read_lines` return a whole
-trace, or all lines, at once.
+run, and any number of traces can be read together. Only `read_lines` returns all lines at once.
 
 The wall clocks of hosts may differ or jump. Every process traces each register record when it
 receives it. The same record arrives everywhere within milliseconds, so that the records which two
@@ -14,7 +13,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -23,21 +22,15 @@ from typing import Any
 from pydantic_core import from_json
 
 from fft.errors import FftError
-from fft.trace.format import IDLE, chain
+from fft.trace.format import chain
+from fft.trace.lines import Line, Transition, Who, parsed, record_of
 
 # --- clocks ---
 
-Who = tuple[str, int, int]
-"""Group, rank and incarnation of a process."""
 _LATENCY_S = 0.05
 """A smaller difference may be the time that records take to arrive, and is not corrected."""
 _KEPT = 4096
 """Maximum number of records kept of each process; beyond it, only every second one is kept."""
-
-
-def who_of(line: Mapping[str, Any]) -> Who:
-    """Return the process that has written ``line``."""
-    return line["group"], line["rank"], line["inc"]
 
 
 class _Clock:
@@ -49,16 +42,16 @@ class _Clock:
         self._walls: list[float] = []
         self._stride = 1
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        record = (line.get("event") or {}).get("record")
-        n = record.get("n") if isinstance(record, dict) else None
+    def take(self, line: Line) -> None:
         if not self._walls:
-            self._walls.append(line["wall"] - line["mono"])
-        was_read_late = line.get("roles") == ["joining", "joining"]  # the head, at its start
-        if was_read_late or not isinstance(n, int) or n % self._stride or n in self.seen:
+            self._walls.append(line.wall - line.mono)
+        roles = line.roles if isinstance(line, Transition) else None
+        was_read_late = roles == ("joining", "joining")  # the head, at its start
+        n = 0 if was_read_late or (record := record_of(line)) is None else record.n
+        if not n or n % self._stride or n in self.seen:
             return
-        self.seen[n] = line["mono"]
-        self._walls.append(line["wall"] - line["mono"])
+        self.seen[n] = line.mono
+        self._walls.append(line.wall - line.mono)
         if len(self.seen) > _KEPT:
             self._stride *= 2
             self.seen = {n: at for n, at in self.seen.items() if n % self._stride == 0}
@@ -77,17 +70,16 @@ class Clocks:
         self._clocks: dict[Who, _Clock] = {}
         self._offsets: dict[Who, float] | None = None
 
-    def take(self, line: Mapping[str, Any]) -> None:
+    def take(self, line: Line) -> None:
         """Learn from a transition or a note."""
         self._offsets = None
-        self._clocks.setdefault(who_of(line), _Clock()).take(line)
+        self._clocks.setdefault(line.who, _Clock()).take(line)
 
-    def at(self, line: Mapping[str, Any]) -> float:
+    def at(self, line: Line) -> float:
         """Return the time of ``line`` in seconds, on the wall clock of the first process."""
         if self._offsets is None:
             self._offsets = self._aligned()
-        offset = self._offsets.get(who_of(line), line["wall"] - line["mono"])
-        return float(line["mono"] + offset)
+        return line.mono + self._offsets.get(line.who, line.wall - line.mono)
 
     def _aligned(self) -> dict[Who, float]:
         """Seconds from the monotonic clock of each process to the common time.
@@ -147,6 +139,10 @@ class TraceFile:
 
     def lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the number (from 1) and record of each line, until the end or the first damage."""
+        return ((number, record) for number, record, _ in self.checked())
+
+    def checked(self) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+        """Yield number, record and text of each line, until the end or the first damage."""
         link = ""
         for number, piece in enumerate(self.pieces(), 1):
             problem = _damage(piece, link, number)
@@ -158,7 +154,7 @@ class TraceFile:
             if problem["kind"] == GAP:
                 lost = problem.get("lost")
                 self.gaps.append(f"{self.path.name}:{number}: {lost} lines are missing here")
-            yield number, problem
+            yield number, problem, piece
 
     def pieces(self) -> Iterator[bytes]:
         """Yield whole lines without line ends. The file is not kept open between two blocks."""
@@ -173,25 +169,6 @@ class TraceFile:
             *pieces, rest = (rest + block).split(b"\n")
             yield from pieces
         self.torn = bool(rest)
-
-
-@dataclass(slots=True)
-class Trace:
-    """A whole file, as far as it can be read."""
-
-    path: Path
-    lines: list[tuple[int, dict[str, Any]]]
-    """(line number from 1, record)"""
-    torn: bool
-    damage: str | None
-    gaps: list[str]
-
-
-def read_trace(path: Path) -> Trace:
-    """Read a file and follow its chain until the end or the first damage."""
-    file = TraceFile(path)
-    lines = list(file.lines())
-    return Trace(path, lines, file.torn, file.damage, file.gaps)
 
 
 def has_gap(path: Path) -> bool:
@@ -233,37 +210,6 @@ def trace_files(directory: str | Path) -> list[Path]:
     return paths
 
 
-def register_records(directory: str | Path) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each record of a run's head register once, in order, with the time it first arrived.
-
-    It reads the traces twice, block by block, so memory use is independent of the length of a run.
-    Lines are not checked against their digests. Raises FftError if there is no trace.
-    """
-    paths = trace_files(directory)
-    clocks = clocks_of(paths)
-    merged = heapq.merge(*(_records_of(path, clocks) for path in paths), key=lambda item: item[0])
-    number, at, record = 0, 0.0, dict[str, Any]()
-    for n, time, found in merged:
-        if n == number:
-            at = min(at, time)
-            continue
-        if number:
-            yield record, at
-        number, at, record = n, time, found
-    if number:
-        yield record, at
-
-
-def idle_times(directory: str | Path) -> list[tuple[float, float]]:
-    """Return the times that scripts took between transactions (notes `IDLE`), as (begin, end) in
-    order."""
-    paths, mark = trace_files(directory), f'"note":"{IDLE}"'.encode()
-    pieces = (piece for path in paths for piece in TraceFile(path).pieces() if mark in piece)
-    lines = [line for line in map(parsed, pieces) if line is not None]
-    clocks = clocks_of(paths) if lines else Clocks()
-    return sorted((clocks.at(line) - line["data"]["seconds"], clocks.at(line)) for line in lines)
-
-
 def clocks_of(paths: Iterable[Path]) -> Clocks:
     """Return the common time of all processes of one scope, by the records in their traces."""
     clocks = Clocks()
@@ -273,52 +219,48 @@ def clocks_of(paths: Iterable[Path]) -> Clocks:
     return clocks
 
 
-def _records_of(path: Path, clocks: Clocks) -> Iterator[tuple[int, float, dict[str, Any]]]:
-    last = 0
-    for line in _with_records(path):
-        record = line["event"]["record"]
-        if record["n"] > last:
-            last = record["n"]
-            yield last, clocks.at(line), record
-
-
-def merged_lines(directory: Path) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
-    """Yield the transitions and notes of one scope in the order of time: time, file, line, text.
-
-    Reads the traces twice, block by block. Leaves out the notes of each step (``metrics`` and
-    ``consumed``), and does not check digests. Raises FftError if there is no trace.
-    """
-    paths = trace_files(directory)
-    clocks = clocks_of(paths)
-    return heapq.merge(*(_timed(path, clocks) for path in paths), key=lambda item: item[0])
-
-
-def _timed(path: Path, clocks: Clocks) -> Iterator[tuple[float, Path, dict[str, Any], str]]:
-    for piece in TraceFile(path).pieces():
-        if b'"note":"metrics"' in piece or b'"note":"consumed"' in piece:
-            continue
-        line = parsed(piece)
-        if line is not None and line.get("kind") in ("transition", "note"):
-            yield clocks.at(line), path, line, piece.decode(errors="replace")
-
-
-def _with_records(path: Path) -> Iterator[dict[str, Any]]:
+def _with_records(path: Path) -> Iterator[Line]:
     """Yield the readable lines of a trace whose event has a record."""
-    for piece in TraceFile(path).pieces():
-        if b'"record":{' not in piece:
+    pieces = (piece for piece in TraceFile(path).pieces() if b'"record":{' in piece)
+    return filter(None, map(parsed, pieces))
+
+
+STEP_NOTES = b'"note":"metrics"', b'"note":"consumed"'
+"""Texts in the lines of the notes of each step."""
+Timed = tuple[float, Path, Line, bytes]
+"""Time, file, line and its text."""
+
+
+def merged_lines(
+    directory: Path, skip: tuple[bytes, ...] = (), checked: list[TraceFile] | None = None
+) -> Iterator[Timed]:
+    """Return the lines of one scope in the order of time. Reads the traces twice, block by block.
+
+    Args:
+        directory: The traces of the scope.
+        skip: Texts whose lines are left out.
+        checked: Gets the files, whose digests are then checked; each is read to its first damage.
+
+    Raises:
+        FftError: There is no trace.
+    """
+    files = [TraceFile(path) for path in trace_files(directory)]
+    clocks = clocks_of(file.path for file in files)
+    if checked is not None:
+        checked += files
+    timed = (_timed(file, checked is not None, clocks, skip) for file in files)
+    return heapq.merge(*timed, key=lambda item: item[0])
+
+
+def _timed(
+    file: TraceFile, is_checked: bool, clocks: Clocks, skip: tuple[bytes, ...]
+) -> Iterator[Timed]:
+    for piece in (each[2] for each in file.checked()) if is_checked else file.pieces():
+        if any(text in piece for text in skip):
             continue
         line = parsed(piece)
-        if line is not None and isinstance((line.get("event") or {}).get("record"), dict):
-            yield line
-
-
-def parsed(piece: bytes) -> dict[str, Any] | None:
-    """Return a line as an object, without checking its digest; None if it cannot be read."""
-    try:
-        line = _loaded(piece)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+        if line is not None:
+            yield clocks.at(line), file.path, line, piece
 
 
 def read_lines(
@@ -326,15 +268,16 @@ def read_lines(
 ) -> list[dict[str, Any]]:
     """Return the transitions and notes of a run that ``keep`` accepts, in the order of time.
 
-    Their ``wall`` is the common time of all processes (`fft.trace.read`). Raises ``FftError``
-    if there is no trace.
+    They are plain data; their ``wall`` is the common time of all processes (`fft.trace.read`).
+    Raises ``FftError`` if there is no trace.
     """
-    clocks, lines = Clocks(), list[dict[str, Any]]()
+    clocks, lines = Clocks(), list[tuple[dict[str, Any], Line]]()
     for path in trace_files(directory):
-        for _, line in TraceFile(path).lines():
-            if line["kind"] in ("transition", "note"):
+        for _, plain, piece in TraceFile(path).checked():
+            line = parsed(piece)
+            if plain["kind"] in ("transition", "note") and line is not None:
                 clocks.take(line)
-            if line["kind"] != "header" and keep(line):
-                lines.append(line)
-    timed = [{**line, "wall": clocks.at(line)} for line in lines]
+            if plain["kind"] != "header" and line is not None and keep(plain):
+                lines.append((plain, line))
+    timed = [{**plain, "wall": clocks.at(line)} for plain, line in lines]
     return sorted(timed, key=lambda line: float(line["wall"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from fft.protocol.state import Config, Elsewhere
 from fft.protocol.table import LookupTable, Table
 from fft.trace.format import FORMAT, READABLE, cause_of, where
 from fft.trace.older import OlderParticipant
-from fft.trace.read import GAP, Trace, TraceFile
+from fft.trace.read import GAP, TraceFile
 
 _OF_A_ROW = "from", "to", "roles", "on", "guards", "effects"
 _HANDLED = {"transition", "fenced", "refused", "deferred"}
@@ -130,9 +130,7 @@ _END: dict[str, Any] = {"kind": "end", "event": {}}
 class _Events:
     """The events of a trace: the lines of each are collected until the next event begins."""
 
-    def __init__(
-        self, file: TraceFile | Trace, participant: Participant, header: dict[str, Any]
-    ) -> None:
+    def __init__(self, file: TraceFile, participant: Participant, header: dict[str, Any]) -> None:
         self._file, self._participant = file, participant
         self._coded = header["format"] == FORMAT
         """Lines about rows have codes of causes."""
@@ -180,18 +178,6 @@ def _event_of(data: dict[str, Any]) -> Event:
 @lru_cache(maxsize=64)
 def _parsed(text: bytes) -> Event:
     return event_from_json(text)
-
-
-def replay(trace: Trace) -> Iterator[tuple[Move, int, str | None]]:
-    """Handle every event of a trace again: (move, line, how the trace differs from the core)."""
-    header = trace.lines[0][1]
-    events = _Events(trace, participant_of(header), header)
-    end: Iterable[tuple[int, dict[str, Any]]] = [(0, _END)]
-    for number, line in [*trace.lines[1:], *end]:
-        if (done := events.take(number, line)) is not None:
-            yield done
-        if events.is_over:
-            return
 
 
 def _rows(lines: list[dict[str, Any]], move: Move) -> tuple[list[Any], list[Any]]:

@@ -7,11 +7,10 @@ This module reads only trace files. Times are in milliseconds, on one clock for 
 
 from __future__ import annotations
 
-import json
+import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,16 @@ from rich.text import Text
 
 from fft.messages.causes import CauseCode
 from fft.messages.fault_plans import AnyFault, FaultPlan, in_words, load_plan
-from fft.messages.progress import Goal
-from fft.trace.checkpoint_notes import CheckpointNotes
+from fft.messages.protocol import Applied, Decision, Healed, Record, Restored, Token
 from fft.trace.course import Course, Fault, TimeLost, readable_cause
 from fft.trace.display import duration
-from fft.trace.ends import Comparisons
-from fft.trace.figures import Figures, plain
+from fft.trace.figures import plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
-from fft.trace.read import (
-    idle_times,
-    merged_lines,
-    read_lines,
-    read_trace,
-    register_records,
-    trace_files,
-    who_of,
-)
+from fft.trace.history import History
+from fft.trace.inputs import CONSUMED
+from fft.trace.lines import Header, Line, Note, Transition, Who, parsed, record_of
+from fft.trace.read import TraceFile, merged_lines
 from fft.trace.starts import start_after
-from fft.trace.tail import TraceTail, goal_in
 
 _PLAN = "faults.json"
 _NOT_INJECTED = "not injected"
@@ -72,124 +63,462 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    wall: float
-    who: tuple[str, int, int]
-    record: dict[str, Any]
-
-    @property
-    def event(self) -> dict[str, Any]:
-        """The event of a transition; empty for anything else."""
-        return self.record.get("event") or {}
-
-
-@dataclass(frozen=True, slots=True)
 class _End:
     """A register record that closed an epoch, at the time when it was first traced."""
 
     wall: float
-    record: dict[str, Any]
-    following: dict[str, Any] | None
+    record: Record
+    following: Record | None
     """Record of the next epoch."""
 
     @property
     def is_join(self) -> bool:
         """Whether the epoch ended because groups joined, and none left."""
-        return self.record["kind"] == "commit" and not self.record["leavers"]
+        return self.record.kind == "commit" and not self.record.leavers
 
     @property
     def what(self) -> str:
         """Short reason for the end of the epoch."""
-        if self.record["kind"] == "abort":
-            return str(self.record["cause"])
-        if self.record["leavers"]:
-            return f"leaves after a commit: group {', '.join(self.record['leavers'])}"
+        if self.record.kind == "abort":
+            return self.record.cause
+        if self.record.leavers:
+            return f"leaves after a commit: group {', '.join(self.record.leavers)}"
         return "a group asked to join"
 
 
-def incidents(directory: str | Path) -> list[Incident]:
-    """Return every fault of a run: injected faults, and ends of epochs without an injected fault.
+class _Scope:
+    """The lines of one scope, as far as its incidents need them."""
 
-    If stages have their own scopes, the incidents of each scope are determined separately. Those of
-    later stages have the number 0, because each scope numbers its own records.
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[float, Record]] = {}
+        self._applied: list[tuple[float, Who, int]] = []
+        """Time, process and step of each update, in order."""
+        self._restored: dict[Token, list[tuple[float, Who]]] = defaultdict(list)
+        self._healed: Counter[int] = Counter()
+        """Epoch → bytes that were fetched for it."""
+        self._inside: dict[int, set[Who]] = defaultdict(set)
+        """Epoch → processes with a line in it."""
+        self._last: dict[Who, tuple[float, Transition]] = {}
+        self._injected: dict[str, tuple[float, Who, set[str]]] = {}
+        self._after: dict[Who, list[tuple[float, Transition | Note]]] = {}
+        """The lines of processes with an injected fault, from there on."""
+
+    def take(self, line: Line, at: float) -> None:
+        """Take the next line in the order of time."""
+        if not isinstance(line, Transition | Note):
+            return
+        who = line.who
+        if line.epoch is not None:
+            self._inside[line.epoch].add(who)
+        if who in self._after:
+            self._after[who].append((at, line))
+        match line:
+            case Note(note="inject", data=data):
+                name = f"{data['name']} ({data['kind']}, step {data['step']}"
+                self._injected.setdefault(name, (at, who, set()))[2].add(line.lane)
+                self._after.setdefault(who, [])
+            case Transition():
+                self._last[who] = at, line
+                self._take_event(line, at)
+
+    def _take_event(self, line: Transition, at: float) -> None:
+        match line.event:
+            case Applied():
+                self._applied.append((at, line.who, line.step))
+            case Restored(token=token):
+                self._restored[token].append((at, line.who))
+            case Healed(epoch=epoch, bytes=size):
+                self._healed[epoch] += size
+            case Decision(record=Record() as record):
+                self._records.setdefault(record.n, (at, record))
+
+    def incidents(self) -> Iterator[tuple[float, Incident]]:
+        """Yield the incidents with their times."""
+        ends, explained = self._ends(), set[int]()
+        for begin, (wall, who, ranks) in self._injected.items():
+            name = f"{begin}, rank {', '.join(sorted(ranks))})"
+            end = next((e for e in ends if e.wall >= wall and not e.is_join), None)
+            own = self._alone(name, wall, who) or self._while_apart(name, wall, who, end)
+            if own is None and end is not None:
+                explained.add(end.record.n)
+            yield wall, own or self._incident(name, wall, end)
+        for end in ends:
+            if end.record.n not in explained and not self._is_end_of_loop(end):
+                is_planned = end.record.kind == "commit"
+                name = end.what if is_planned else _NOT_INJECTED
+                yield end.wall, replace(self._incident(name, end.wall, end), is_planned=is_planned)
+
+    def _ends(self) -> list[_End]:
+        ends = []
+        for n, (wall, record) in sorted(self._records.items()):
+            # in an asynchronous job each epoch ends with its commit
+            apart = record.bound and not record.leavers
+            if record.kind == "abort" or (record.change and not apart):
+                following = self._records.get(n + 1)
+                ends.append(_End(wall, record, following and following[1]))
+        return ends
+
+    def _is_end_of_loop(self, end: _End) -> bool:
+        """Return whether the rollback happened because a loop ended regularly on all ranks.
+
+        A loop of torchft has no last commit, so the ranks shut down one after the other. A rank
+        whose engine has begun another txn rolls it back when the first rank leaves.
+        """
+        if end.record.kind != "abort" or end.record.code != CauseCode.LEFT:
+            return False
+        if self._applied and self._applied[-1][0] > end.wall:
+            return False
+        later = (found for epoch, found in self._inside.items() if epoch >= end.record.epoch)
+        moves = (self._last[who][1] for who in set[Who]().union(*later) & self._last.keys())
+        return all(move.roles[1] == "terminal" and "finish" in move.effects for move in moves)
+
+    def _alone(self, name: str, wall: float, who: Who) -> Incident | None:
+        """Return a fault after which a group repeated a local step, or None if the job noticed
+        it."""
+        own = [(at, line) for at, line in self._after[who] if at >= wall]
+        notes = [(at, line) for at, line in own if isinstance(line, Note) and line.note in _ALONE]
+        moves = (at for at, line in own if isinstance(line, Transition) and line.event)
+        if not notes or notes[0][0] > next(moves, math.inf):
+            return None
+        at, note = notes[0]
+        done = (t for t, x in own if isinstance(x, Note) and x.note == "inner_commit" and t >= at)
+        commit = next(done, None)
+        return Incident(
+            fault=name,
+            noticed=f"group {who[0]} alone: {note.data['cause']}",
+            rolled_back_ms=(at - wall) * 1e3,
+            next_commit_ms=None if commit is None else (commit - wall) * 1e3,
+            attempts_lost=1,
+            bytes_healed=0,
+        )
+
+    def _while_apart(self, name: str, wall: float, who: Who, end: _End | None) -> Incident | None:
+        """Return a fault that ended a process of an asynchronous job between two synchronizations.
+
+        The other groups then commit and roll nothing back. Returns None for any other fault.
+        """
+        at, move = self._last.get(who, (math.inf, None))
+        if move is None or at > wall or move.roles[1] != "apart":
+            return None
+        commits = (at for at, other, _ in self._applied if at >= wall and other != who)
+        commit = next(commits, None)
+        if commit is None or (end is not None and end.wall < commit):
+            return None
+        told = f"group {who[0]} is left out of the next synchronisation"
+        return Incident(name, told, None, (commit - wall) * 1e3, 0, 0)
+
+    def _incident(self, name: str, wall: float, end: _End | None) -> Incident:
+        if end is None:
+            return Incident(name, "no epoch ended because of it", None, None, 0, 0)
+        record, following = end.record, end.following
+        # Participants of the ended epoch that are in the next one and committed a later step.
+        inside = set(self._inside[record.epoch])
+        if following is not None and following.members:
+            inside &= following.peer_set
+        commits: dict[Who, float] = {}
+        for at, who, step in self._applied:
+            if at >= wall and who in inside and step > record.step:
+                commits.setdefault(who, at)
+        restored = [at for at, who in self._restored[record.token] if who in inside]
+        return Incident(
+            fault=name,
+            noticed=end.what,
+            rolled_back_ms=(max(restored) - wall) * 1e3 if restored else None,
+            next_commit_ms=(max(commits.values()) - wall) * 1e3 if commits else None,
+            attempts_lost=int(record.kind == "abort"),
+            bytes_healed=self._healed[following.epoch] if following is not None else 0,
+            n=record.n,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnError:
+    """Errors of one rank with the same class, place and step."""
+
+    group: str
+    rank: int
+    step: int
+    error: str
+    where: str
+    operation: str
+    times: int
+
+
+class RunReport:
+    """Everything that ``fft report`` shows of one start of a job, collected in one pass.
+
+    Attributes:
+        history: The history of the job.
+        incidents: Every fault: injected faults, and ends of epochs without an injected fault. If
+            stages have their own scopes, the incidents of each scope are determined separately.
+            Those of later stages have the number 0, because each scope numbers its own records.
+        damages: The parts of the traces that are unreadable or missing, and so not in the report.
+
+    Raises:
+        FftError: There is no trace.
     """
-    first, *others = scope_folders(Path(directory))
-    found = _incidents(first)
-    found += [(at, replace(each, n=0)) for other in others for at, each in _incidents(other)]
-    return [incident for _, incident in sorted(found, key=lambda timed: timed[0])]
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.history = History()
+        self._errors: Counter[tuple[str, int, int, str, str, str]] = Counter()
+        self._waits: dict[tuple[str, int], list[float]] = {}
+        self._skips: set[tuple[str, str, int, int]] = set()
+        self._refused: dict[tuple[int, str, str, str], list[str]] = {}
+        self._copied: dict[tuple[str, int], dict[int, float]] = {}
+        self._published: dict[int, float] = {}
+        files: list[TraceFile] = []
+        scopes: dict[str, _Scope] = {}
+        for at, name, line in history_lines(self.directory, files):
+            self.history.add(line, at, name)
+            self._take(line, name)
+            scopes.setdefault(name, _Scope()).take(line, at)
+        self.history.waits.end()
+        found = [
+            (at, replace(each, n=0) if name else each)
+            for name, scope in scopes.items()
+            for at, each in scope.incidents()
+        ]
+        self.incidents = [each for _, each in sorted(found, key=lambda timed: timed[0])]
+        self.damages: list[str] = []
+        for file in files:
+            if file.damage is not None:
+                text = f"{file.damage}; the report leaves out this line and those after it"
+                self.damages.append(text)
+            self.damages += file.gaps
+
+    @property
+    def course(self) -> Course:
+        """Steps, memberships and faults; if stages step independently, of the first stage."""
+        return self.history.course
+
+    def _take(self, line: Line, scope: str) -> None:
+        record = record_of(line)
+        if record is not None and record.kind == "commit" and record.skip and not record.live:
+            self._skips.add((scope, "", record.n, 0))
+        if not isinstance(line, Note):
+            return
+        data, rank = line.data, (line.group, line.rank)
+        match line.note:
+            case "fault":
+                error = f"{data['type']}: {data['message']}"
+                place = error, data["where"], data["operation"]
+                self._errors[*rank, line.step or 0, *place] += 1
+            case "inner_commit" if data.get("skipped"):
+                self._skips.add((scope, line.group, data["slice"], data["inner_step"]))
+            case "memory_copy":
+                self._copied.setdefault(rank, {})[data["step"]] = line.wall
+            case "checkpoint" if data.get("published"):
+                self._published[data["step"]] = line.wall
+            case note if note == CONSUMED and "input_ms" in data:
+                self._waits.setdefault(rank, []).append(data["input_ms"])
+            case note if note == RESULT_REFUSED:
+                norm = f"norm {data['grad_norm']:.3g}"
+                values = ", ".join([norm, *(f"{k} {v:.3g}" for k, v in data["metrics"].items())])
+                key = line.step or 0, str(data["token"]), data["reaction"], data["why"]
+                self._refused.setdefault(key, []).append(f"{line.lane} ({values})")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that ``fft report`` shows as plain data."""
+        course = self.course
+        by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
+        faults = []
+        for incident in self.incidents:
+            fault = by_number.get(incident.n)
+            told = asdict(incident)
+            if fault is not None:
+                speeds = (fault.before, fault.after)
+                before, after = (course.samples(phase.rate if phase else None) for phase in speeds)
+                told |= {"step": fault.step, "code": fault.code, "groups_lost": list(fault.lost)}
+                told |= {"samples_per_s_before": before, "samples_per_s_after": after}
+                told |= {"at_s": fault.at - course.began, "lost_s": times.by(fault)}
+            faults.append(told)
+        asked, missing = self.requested_faults()
+        return {
+            "directory": str(self.directory),
+            **summary(course),
+            "figures": plain(self.history),
+            "goal": asdict(course.goal),
+            "incidents": faults,
+            "changes": [
+                {
+                    "step": change.step,
+                    "at_s": change.at - course.began,
+                    "text": change.text,
+                    "lost_s": times.around(change),
+                }
+                for change in course.changes
+            ],
+            "errors": [asdict(error) for error in self.errors()],
+            "faults_requested": asked,
+            "faults_not_fired": [fault.name for fault in missing],
+            "input": self.input_wait(),
+            "refusals": self.refusals(),
+            "taint": self.taint(),
+            "checkpoints": self.checkpoints(),
+            "damage": self.damages,
+        }
+
+    def parts(self) -> Iterator[str | Table | None]:
+        """Yield the parts of ``fft report`` as lines and tables, in order; None shows nothing."""
+        yield f"{self.directory}:"
+        yield from summary_lines(self.course)
+        yield fault_table(self.incidents, self.course) or "no fault was noticed in these traces"
+        if self.damages:
+            yield "these traces have gaps: faults and their costs may be missing above"
+        yield from change_lines(self.incidents, self.course)
+        yield from (self.taint(), self.refusals(), self.fired(), self._place_table())
+        yield from (self.input_wait(), self.checkpoints(), self.went_on())
+
+    def errors(self) -> list[OwnError]:
+        """Return the origins of the ranks' errors, in the order of their occurrence."""
+        return [OwnError(*key, times) for key, times in self._errors.items()]
+
+    def _place_table(self) -> Table | None:
+        """Return the errors as a table, or None if there were none."""
+        table = Table(title="exceptions in ranks, and where they were raised")
+        for name in ("rank", "step", "times"):
+            table.add_column(name, justify="right")
+        for name in ("error", "where"):
+            table.add_column(name, overflow="fold")
+        for e in self.errors():
+            where = f"{e.where}\n{e.operation}" if e.operation else e.where
+            rank = f"{e.group}/{e.rank}"
+            table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
+        return table if table.rows else None
+
+    def requested_faults(self) -> tuple[int, list[AnyFault]]:
+        """Return the number of planned or commanded faults, and those that did not happen.
+
+        Raises ConfigError if the plan in the trace directory cannot be read.
+        """
+        path = self.directory / _PLAN
+        plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
+        asked = {fault.name for fault in plan.faults} | self.history.commanded.keys()
+        return len(asked), self.history.unfired(plan)
+
+    def fired(self) -> str | None:
+        """Report requested faults that did not happen; None if no fault was requested.
+
+        Faults are requested by a fault plan, or with ``fft fault``.
+
+        Raises ConfigError if the plan in the trace directory cannot be read.
+        """
+        asked, missing = self.requested_faults()
+        if not asked:
+            return None
+        if missing:
+            names = "".join(f"\n  {in_words(fault)}" for fault in missing)
+            count = f"{len(missing)} of {asked} faults"
+            return f"{count} did not fire, so this run does not test them:{names}"
+        return f"all {asked} requested faults have fired"
+
+    def input_wait(self) -> str:
+        """Report how long committed steps waited for input, over all ranks, and the slowest
+        rank."""
+        if not self._waits:
+            return "wait for batches: no step has measured it"
+        ranked = sorted((_share(found, 0.99), who) for who, found in self._waits.items())
+        slowest, (group, rank) = ranked[-1]
+        every = [ms for found in self._waits.values() for ms in found]
+        return (
+            f"wait for batches: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
+            f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
+        )
+
+    def went_on(self) -> str | None:
+        """Report where the next start of the job resumed, and how far this one had come; None if
+        this was the last start."""
+        after = start_after(self.directory.resolve())
+        if after is None:
+            return None
+        begun: list[int] = []
+        for path in after.glob("*.jsonl"):
+            with path.open("rb") as file:
+                if isinstance(head := parsed(file.readline()), Header):
+                    begun.append(head.start["step"])
+        where = f"from the checkpoint of step {max(begun, default=0)}"
+        if not any(begun):
+            where = "at its beginning" if begun else "at a step that its traces do not tell"
+        lines = (line for _, _, line, _ in merged_lines(after)) if begun else ()
+        notes = (x.data for x in lines if isinstance(x, Note) and x.note == "resumed")
+        data = next(notes, {})
+        if data.get("tier") == "memory":
+            where = f"{where} in memory"
+        unused = data.get("unused", ())
+        unused = "".join(f"\n  a copy in memory was not used: {why}" for why in unused)
+        least = " at least" if self.damages else ""
+        return (
+            f"this start had come to step {self.history.step}{least} when it ended; the job was "
+            f"started again {where}: fft report {after}{unused}{self._saved()}"
+        )
+
+    def _saved(self) -> str:
+        """Return a line about the work that copies in memory save a start, or ``""``."""
+        copied, published = self._copied, self._published
+        if not (steps := set.intersection(*(set(each) for each in copied.values() or ({},)))):
+            return ""
+        copy, kept = max(steps), max(published, default=0)
+        text = f"\n  the newest copy in memory that all ranks completed is of step {copy}, "
+        if not published:
+            return f"{text}and there is no checkpoint"
+        passed = max(each[copy] for each in copied.values()) - published[kept]
+        return f"{text}the newest checkpoint of step {kept}" + (
+            f": {copy - kept} steps, {duration(passed)}, are saved" if copy > kept else ""
+        )
+
+    def checkpoints(self) -> str | None:
+        """Report which durable checkpoints were taken, and why others were not; None if the job
+        took none."""
+        return "\n".join(self.history.checkpoints.lines(bool(self.damages))) or None
+
+    def refusals(self) -> str | None:
+        """Report the steps that were skipped, and the results that ranks refused; None without any.
+
+        A skip by a scaler is counted, too; it has no refusal.
+        """
+        if not self._skips and not self._refused:
+            return None
+        count = len(self._skips)
+        found = [f"refused results; steps skipped, whose batches had no update: {count}"]
+        for (step, _, reaction, why), ranks in self._refused.items():
+            found.append(f"  step {step}, {reaction}: {why}, on {'; '.join(ranks)}")
+        more = len(found) - _MOST_REFUSALS
+        return "\n".join(found if more < 1 else [*found[:_MOST_REFUSALS], f"  and {more} more"])
+
+    def taint(self) -> str | None:
+        """Report the steps that may be wrong, because the replicas differed without a majority."""
+        taint = self.history.comparisons.taint
+        return None if taint is None else f"the job ended because its replicas differed: {taint}"
 
 
-def _incidents(directory: Path) -> list[tuple[float, Incident]]:
-    """Return the incidents of one scope with their times."""
-    read = read_lines(directory, lambda line: line["kind"] in ("transition", "note"))
-    lines = [_Line(line["wall"], who_of(line), line) for line in read]
-    ends = _ends(lines)
-    found: list[tuple[float, Incident]] = []
-    explained = set()
-    for wall, name, who in _injected(lines):
-        end = next((e for e in ends if e.wall >= wall and not e.is_join), None)
-        if (alone := _alone(lines, name, wall, who)) is not None:
-            found.append((wall, alone))
-            continue
-        if (apart := _while_apart(lines, name, wall, who, end)) is not None:
-            found.append((wall, apart))
-            continue
-        if end is not None:
-            explained.add(end.record["n"])
-        found.append((wall, _incident(lines, name, wall, end)))
-    for end in ends:
-        if end.record["n"] not in explained and not _is_end_of_loop(lines, end):
-            is_planned = end.record["kind"] == "commit"
-            name = end.what if is_planned else _NOT_INJECTED
-            incident = _incident(lines, name, end.wall, end)
-            found.append((end.wall, replace(incident, is_planned=is_planned)))
+def history_lines(
+    directory: Path, checked: list[TraceFile] | None = None
+) -> Iterator[tuple[float, str, Line]]:
+    """Yield time, scope and value of each line of a start of a job, in the order of time.
+
+    The scope is that of a later stage, or empty. ``checked`` is that of `merged_lines`.
+
+    Raises:
+        FftError: There is no trace.
+    """
+
+    def lines(folder: Path) -> Iterator[tuple[float, str, Line]]:
+        scope = "" if folder == directory else folder.name
+        merged = merged_lines(folder, checked=checked)
+        return ((at, scope, line) for at, _, line, _ in merged)
+
+    folders = scope_folders(directory)
+    return heapq.merge(*map(lines, folders), key=lambda timed: timed[0])
+
+
+def history_of(directory: str | Path) -> History:
+    """Return the history of one start of a job. Raises FftError if there is no trace."""
+    found = History()
+    for at, scope, line in history_lines(Path(directory)):
+        found.add(line, at, scope)
+    found.waits.end()
     return found
-
-
-def damages(directory: str | Path) -> list[str]:
-    """Return the parts of the traces that are unreadable or missing, and so not in the report."""
-    found = []
-    for path in (p for folder in scope_folders(Path(directory)) for p in trace_files(folder)):
-        trace = read_trace(path)
-        if trace.damage is not None:
-            found.append(f"{trace.damage}; the report leaves out this line and those after it")
-        found += trace.gaps
-    return found
-
-
-def course_of(directory: str | Path) -> Course:
-    """Return the course of one start of a job; if stages step independently, of the first stage."""
-    course = Course(idle=idle_times(directory))
-    for record, at in register_records(directory):
-        course.take(record, at)
-    for path in trace_files(directory):
-        if (goal := _first_goal(path)) is not None:
-            course.goal = goal
-            break
-    return course
-
-
-def figures_of(directory: str | Path) -> Figures:
-    """Return the figures of one start of a job (`fft.trace.figures`)."""
-    found = Figures(course_of(directory))
-    for folder in scope_folders(Path(directory)):
-        for at, _, line, _ in merged_lines(folder):
-            found.take(line, at, folder.name)
-            if "note" in line:
-                rank = f"{line['group']}/{line['rank']}"
-                found.checkpoints.take(rank, line["note"], line["data"])
-    found.end()
-    return found
-
-
-def _first_goal(path: Path) -> Goal | None:
-    """Return the planned end in the first note of FFT's own loop."""
-    with path.open("rb") as file:
-        for text in file:
-            if b'"note":"loop"' in text:
-                with suppress(ValueError, RecursionError):
-                    return goal_in(json.loads(text))
-    return None
 
 
 def summary(course: Course) -> dict[str, Any]:
@@ -333,87 +662,6 @@ def change_lines(found: Iterable[Incident], course: Course) -> list[str]:
     return lines
 
 
-def full_report(directory: str | Path) -> dict[str, Any]:
-    """Return everything that ``fft report`` shows as plain data."""
-    figures, found = figures_of(directory), incidents(directory)
-    course = figures.course
-    by_number, times = {fault.n: fault for fault in course.faults}, TimeLost(course)
-    faults = []
-    for incident in found:
-        fault = by_number.get(incident.n)
-        told = asdict(incident)
-        if fault is not None:
-            speeds = (fault.before, fault.after)
-            before, after = (course.samples(phase.rate if phase else None) for phase in speeds)
-            told |= {"step": fault.step, "code": fault.code, "groups_lost": list(fault.lost)}
-            told |= {"samples_per_s_before": before, "samples_per_s_after": after}
-            told |= {"at_s": fault.at - course.began, "lost_s": times.by(fault)}
-        faults.append(told)
-    asked, missing = requested_faults(directory)
-    return {
-        "directory": str(directory),
-        **summary(course),
-        "figures": plain(figures),
-        "goal": asdict(course.goal),
-        "incidents": faults,
-        "changes": [
-            {
-                "step": change.step,
-                "at_s": change.at - course.began,
-                "text": change.text,
-                "lost_s": times.around(change),
-            }
-            for change in course.changes
-        ],
-        "errors": [asdict(error) for error in own_errors(directory)],
-        "faults_requested": asked,
-        "faults_not_fired": [fault.name for fault in missing],
-        "input": input_wait(directory),
-        "refusals": refusals(directory),
-        "taint": taint(directory),
-        "checkpoints": checkpoints(directory),
-        "damage": damages(directory),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class OwnError:
-    """Errors of one rank with the same class, place and step."""
-
-    group: str
-    rank: int
-    step: int
-    error: str
-    where: str
-    operation: str
-    times: int
-
-
-def own_errors(directory: str | Path) -> list[OwnError]:
-    """Return the origins of the ranks' errors, in the order of their occurrence."""
-    found: Counter[tuple[str, int, int, str, str, str]] = Counter()
-    for line in _notes(directory, "fault"):
-        data = line["data"]
-        error = f"{data['type']}: {data['message']}"
-        place = (error, data["where"], data["operation"])
-        found[(line["group"], line["rank"], line["step"], *place)] += 1
-    return [OwnError(*key, times) for key, times in found.items()]
-
-
-def place_table(directory: str | Path) -> Table | None:
-    """Return the errors as a table, or None if there were none."""
-    table = Table(title="exceptions in ranks, and where they were raised")
-    for name in ("rank", "step", "times"):
-        table.add_column(name, justify="right")
-    for name in ("error", "where"):
-        table.add_column(name, overflow="fold")
-    for e in own_errors(directory):
-        where = f"{e.where}\n{e.operation}" if e.operation else e.where
-        rank = f"{e.group}/{e.rank}"
-        table.add_row(rank, str(e.step), str(e.times), Text(e.error), Text(where))
-    return table if table.rows else None
-
-
 def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
     """Save the fault plan of a run beside its traces, for `fired`.
 
@@ -428,282 +676,6 @@ def save_plan(directory: Path, plan: FaultPlan) -> Path | None:
     return path
 
 
-def fired(directory: str | Path) -> str | None:
-    """Report requested faults that did not happen; None if no fault was requested.
-
-    Faults are requested by a fault plan, or with ``fft fault``.
-
-    Raises ConfigError if the plan in the trace directory cannot be read.
-    """
-    asked, missing = requested_faults(directory)
-    if not asked:
-        return None
-    if missing:
-        names = "".join(f"\n  {in_words(fault)}" for fault in missing)
-        count = f"{len(missing)} of {asked} faults"
-        return f"{count} did not fire, so this run does not test them:{names}"
-    return f"all {asked} requested faults have fired"
-
-
-def requested_faults(directory: str | Path) -> tuple[int, list[AnyFault]]:
-    """Return the number of planned or commanded faults, and those that did not happen.
-
-    Raises ConfigError if the plan in the trace directory cannot be read.
-    """
-    path = Path(directory, _PLAN)
-    plan = load_plan(path) if path.exists() else FaultPlan(faults=[])
-    with closing(TraceTail(Path(directory))) as tail:
-        view = tail.poll()
-    asked = {fault.name for fault in plan.faults} | view.commanded.keys()
-    return len(asked), view.unfired(plan)
-
-
-def input_wait(directory: str | Path) -> str:
-    """Report how long committed steps waited for input, over all ranks, and the slowest rank."""
-    waits: dict[tuple[str, int], list[float]] = {}
-    for line in _notes(directory, "consumed"):
-        if "input_ms" in line["data"]:
-            waits.setdefault((line["group"], line["rank"]), []).append(line["data"]["input_ms"])
-    if not waits:
-        return "wait for batches: no step has measured it"
-    ranked = sorted((_share(found, 0.99), who) for who, found in waits.items())
-    slowest, (group, rank) = ranked[-1]
-    every = [ms for found in waits.values() for ms in found]
-    return (
-        f"wait for batches: p50 {_share(every, 0.5):.1f} ms, p99 {_share(every, 0.99):.1f} ms; "
-        f"longest on group {group} rank {rank}: p99 {slowest:.1f} ms"
-    )
-
-
-def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
-    """Report where the next start of the job resumed, and how far this one had come.
-
-    Args:
-        has_gaps: The traces of this start have gaps or damage.
-
-    Returns:
-        The text, or None if this was the last start.
-    """
-    after = start_after(Path(directory).resolve())
-    if after is None:
-        return None
-    with closing(TraceTail(Path(directory))) as tail:
-        reached = tail.poll().step
-    begun: list[int] = []
-    for path in after.glob("*.jsonl"):
-        with path.open("rb") as file, suppress(ValueError, LookupError, TypeError):
-            begun.append(json.loads(file.readline())["start"]["step"])
-    where = f"from the checkpoint of step {max(begun, default=0)}"
-    if not any(begun):
-        where = "at its beginning" if begun else "at a step that its traces do not tell"
-    lines = read_lines(after, lambda line: line.get("note") == "resumed") if begun else ()
-    data: dict[str, Any] = next((line["data"] for line in lines), {})
-    if data.get("tier") == "memory":
-        where = f"{where} in memory"
-    unused = "".join(f"\n  a copy in memory was not used: {why}" for why in data.get("unused", ()))
-    least = " at least" if has_gaps else ""
-    return (
-        f"this start had come to step {reached}{least} when it ended; the job was started again "
-        f"{where}: fft report {after}{unused}"
-    )
-
-
-def checkpoints(directory: str | Path, has_gaps: bool = False) -> str | None:
-    """Report which durable checkpoints were taken, and why others were not; None if the job took
-    none.
-
-    Args:
-        has_gaps: The traces have gaps or damage.
-    """
-    found = CheckpointNotes()
-    for folder in scope_folders(Path(directory)):
-        for line in read_lines(folder, lambda line: "note" in line):
-            found.take(f"{line['group']}/{line['rank']}", line["note"], line["data"])
-    return "\n".join(found.lines(has_gaps)) or None
-
-
-def refusals(directory: str | Path) -> str | None:
-    """Report the steps that were skipped, and the results that ranks refused; None without any.
-
-    A skip by a scaler is counted, too; it has no refusal.
-    """
-    folders = scope_folders(Path(directory))
-    skips = {
-        (folder, _skip_in(line))
-        for folder in folders
-        for line in read_lines(folder, lambda line: _skip_in(line) is not None)
-    }
-    by_attempt: dict[tuple[int, str, str, str], list[str]] = {}
-    for line in _notes(directory, RESULT_REFUSED):
-        data = line["data"]
-        norm = f"norm {data['grad_norm']:.3g}"
-        values = ", ".join([norm, *(f"{k} {v:.3g}" for k, v in data["metrics"].items())])
-        key = (line["step"], str(data["token"]), data["reaction"], data["why"])
-        by_attempt.setdefault(key, []).append(f"{line['group']}/{line['rank']} ({values})")
-    if not skips and not by_attempt:
-        return None
-    found = [f"refused results; steps skipped, whose batches had no update: {len(skips)}"]
-    for (step, _, reaction, why), ranks in by_attempt.items():
-        found.append(f"  step {step}, {reaction}: {why}, on {'; '.join(ranks)}")
-    more = len(found) - _MOST_REFUSALS
-    return "\n".join(found if more < 1 else [*found[:_MOST_REFUSALS], f"  and {more} more"])
-
-
-def taint(directory: str | Path) -> str | None:
-    """Report the steps that may be wrong, because the replicas differed without a majority."""
-    found = Comparisons()
-    for line in read_lines(Path(directory), lambda line: "event" in line):
-        found.take(line)
-    if found.taint is None:
-        return None
-    return f"the job ended because its replicas differed: {found.taint}"
-
-
-def _skip_in(line: Mapping[str, Any]) -> tuple[str, int, int] | None:
-    """Return an identity of the skipped step, or local step, that a trace line shows, or None."""
-    record = (line.get("event") or {}).get("record") or {}
-    if record.get("kind") == "commit" and record.get("skip") and not record.get("live"):
-        return "", record["n"], 0
-    if line.get("note") == "inner_commit" and line["data"].get("skipped"):
-        return line["group"], line["data"]["slice"], line["data"]["inner_step"]
-    return None
-
-
-def _notes(directory: str | Path, name: str) -> list[dict[str, Any]]:
-    """Return the notes with that name, of all scopes, in the order of time."""
-    folders = scope_folders(Path(directory))
-    found = [n for f in folders for n in read_lines(f, lambda line: line.get("note") == name)]
-    return sorted(found, key=lambda line: line["wall"])
-
-
 def _share(values: list[float], share: float) -> float:
     """Return the value that ``share`` of ``values`` do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def _ends(lines: list[_Line]) -> list[_End]:
-    known: dict[int, tuple[float, dict[str, Any]]] = {}
-    for line in lines:
-        if record := line.event.get("record"):
-            known.setdefault(record["n"], (line.wall, record))
-    ends = []
-    for n, (wall, record) in sorted(known.items()):
-        # in an asynchronous job each epoch ends with its commit
-        apart = record.get("bound") and not record["leavers"]
-        if record["kind"] == "abort" or (record["change"] and not apart):
-            following = known.get(n + 1, (0.0, None))[1]
-            ends.append(_End(wall, record, following))
-    return ends
-
-
-def _is_end_of_loop(lines: list[_Line], end: _End) -> bool:
-    """Return whether the rollback happened because a loop ended regularly on all ranks.
-
-    A loop of torchft has no last commit, so the ranks shut down one after the other. A rank whose
-    engine has begun another txn rolls it back when the first rank leaves.
-    """
-    if end.record["kind"] != "abort" or end.record.get("code") != CauseCode.LEFT:
-        return False
-    if any(x.event.get("type") == "applied" and x.wall > end.wall for x in lines):
-        return False
-    last = {x.who: x.record for x in lines if "roles" in x.record}
-    there = {x.who for x in lines if x.record.get("epoch", 0) >= end.record["epoch"]}
-    return all(
-        last[who]["roles"][1] == "terminal" and "finish" in last[who]["effects"]
-        for who in there & last.keys()
-    )
-
-
-def _injected(lines: list[_Line]) -> list[tuple[float, str, tuple[str, int, int]]]:
-    fired: dict[str, tuple[float, tuple[str, int, int], set[str]]] = {}
-    for line in (line for line in lines if line.record.get("note") == "inject"):
-        data, who = line.record["data"], line.who
-        name = f"{data['name']} ({data['kind']}, step {data['step']}"
-        fired.setdefault(name, (line.wall, who, set()))[2].add(f"{who[0]}/{who[1]}")
-    return [
-        (wall, f"{name}, rank {', '.join(sorted(ranks))})", who)
-        for name, (wall, who, ranks) in fired.items()
-    ]
-
-
-def _alone(
-    lines: list[_Line], name: str, wall: float, who: tuple[str, int, int]
-) -> Incident | None:
-    """Return a fault after which a group repeated a local step, or None if the job noticed it."""
-    own = [x for x in lines if x.who == who and x.wall >= wall]
-    said = next((x for x in own if x.record.get("note") in _ALONE or x.event), None)
-    if said is None or said.event:
-        return None
-    done = (x.wall for x in own if x.record.get("note") == "inner_commit" and x.wall >= said.wall)
-    commit = next(done, None)
-    return Incident(
-        fault=name,
-        noticed=f"group {who[0]} alone: {said.record['data']['cause']}",
-        rolled_back_ms=(said.wall - wall) * 1e3,
-        next_commit_ms=None if commit is None else (commit - wall) * 1e3,
-        attempts_lost=1,
-        bytes_healed=0,
-    )
-
-
-def _while_apart(
-    lines: list[_Line], name: str, wall: float, who: tuple[str, int, int], end: _End | None
-) -> Incident | None:
-    """Return a fault that ended a process of an asynchronous job between two synchronizations.
-
-    The other groups then commit and roll nothing back. Returns None for any other fault.
-    """
-    moves = [x for x in lines if x.who == who and "roles" in x.record]
-    if not moves or moves[-1].wall > wall or moves[-1].record["roles"][1] != "apart":
-        return None
-    commits = (
-        x.wall
-        for x in lines
-        if x.wall >= wall and x.event.get("type") == "applied" and x.who != who
-    )
-    commit = next(commits, None)
-    if commit is None or (end is not None and end.wall < commit):
-        return None
-    told = f"group {who[0]} is left out of the next synchronisation"
-    return Incident(name, told, None, (commit - wall) * 1e3, 0, 0)
-
-
-def _incident(lines: list[_Line], name: str, wall: float, end: _End | None) -> Incident:
-    if end is None:
-        return Incident(name, "no epoch ended because of it", None, None, 0, 0)
-    record = end.record
-    epoch = end.following["epoch"] if end.following else None
-    # Participants of the ended epoch that are in the next one and committed a later step.
-    inside = {x.who for x in lines if x.record.get("epoch") == record["epoch"]}
-    if end.following and end.following["members"]:
-        inside &= {
-            (group["group"], rank["rank"], rank["inc"])
-            for group in end.following["members"]
-            for rank in group["ranks"]
-        }
-    commits: dict[tuple[str, int, int], float] = {}
-    for x in lines:
-        later = x.wall >= wall and x.event.get("type") == "applied"
-        if later and x.who in inside and x.record["step"] > record["step"]:
-            commits.setdefault(x.who, x.wall)
-    restored = [
-        x.wall
-        for x in lines
-        if x.event.get("type") == "restored"
-        and x.who in inside
-        and x.event["token"] == [record["epoch"], record["txn"]]
-    ]
-    healed = [
-        x.event["bytes"]
-        for x in lines
-        if x.event.get("type") == "healed" and x.event["epoch"] == epoch
-    ]
-    return Incident(
-        fault=name,
-        noticed=end.what,
-        rolled_back_ms=(max(restored) - wall) * 1e3 if restored else None,
-        next_commit_ms=(max(commits.values()) - wall) * 1e3 if commits else None,
-        attempts_lost=int(record["kind"] == "abort"),
-        bytes_healed=sum(healed),
-        n=record["n"],
-    )

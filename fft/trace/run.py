@@ -6,17 +6,21 @@ faults, absences and epochs collect figures of the whole run. pandas is needed f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fft.errors import FftError
+from fft.messages.protocol import Applied, Token
 from fft.trace.course import Course
+from fft.trace.lines import Header, Line, Note, Transition, Who, parsed, record_of
 from fft.trace.read import TraceFile as _TraceFile
-from fft.trace.read import clocks_of, parsed, register_records, trace_files
-from fft.trace.report import course_of, full_report, incidents, summary
+from fft.trace.read import clocks_of, merged_lines, trace_files
+from fft.trace.report import RunReport, history_of, summary
 from fft.trace.starts import start_folders
 
 if TYPE_CHECKING:
@@ -67,48 +71,50 @@ class Run:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield every line of every trace, file by file, with the common time as ``wall``."""
+        for piece, line, at in self._lines():
+            plain = json.loads(piece)
+            yield plain if isinstance(line, Header) else {**plain, "wall": at}
+
+    def _lines(self) -> Iterator[tuple[bytes, Line, float]]:
         paths = trace_files(self.directory)
         clocks = clocks_of(paths)
-        for path in paths:
-            for line in filter(None, map(parsed, _TraceFile(path).pieces())):
-                yield line if line["kind"] == "header" else {**line, "wall": clocks.at(line)}
+        for piece in chain.from_iterable(_TraceFile(path).pieces() for path in paths):
+            if (line := parsed(piece)) is not None:
+                yield piece, line, clocks.at(line)
 
     def steps(self) -> Iterator[Step]:
         """Yield the committed steps in order."""
         course = Course()
-        for record, at in register_records(self.directory):
-            batches = course.consumed_slices
-            course.take(record, at)
-            if record["kind"] == "commit":
-                groups, skipped = tuple(sorted(course.members)), bool(record.get("skip"))
-                place = record["step"], at, record["epoch"]
-                slices = course.consumed_slices - batches
-                yield Step(*place, groups, record["cursor"], skipped, slices)
+        for at, _, line, _ in merged_lines(self.directory):
+            record, batches = record_of(line), course.consumed_slices
+            if record is not None and course.take(record, at) and record.kind == "commit":
+                groups, slices = tuple(sorted(course.members)), course.consumed_slices - batches
+                place = record.step, at, record.epoch
+                yield Step(*place, groups, record.cursor, record.skip, slices)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the values of ``txn.log`` of committed attempts, with step, group, rank and time.
 
         Attempts that were rolled back are omitted, so each rank has each step once.
         """
-        logged: dict[tuple[str, int, int], tuple[list[int], dict[str, Any]]] = {}
-        for line in self.lines():
-            peer = line["group"], line["rank"], line["inc"]
-            event = line.get("event") or {}
-            if line.get("note") == "metrics":
-                token = [line["epoch"], line["txn"]]
-                place = {"group": peer[0], "rank": peer[1], "step": line["step"] + 1}
-                was, known = logged.get(peer, (token, {}))
-                earlier = known if was == token else {}
-                logged[peer] = token, {**earlier, **place, "at": line["wall"], **line["data"]}
-            elif event.get("type") == "applied" and peer in logged:
-                token, row = logged.pop(peer)
-                if token == event["token"] and row["step"] == line["step"]:
-                    yield row
+        logged: dict[Who, tuple[Token, dict[str, Any]]] = {}
+        for _, line, at in self._lines():
+            match line:
+                case Note(note="metrics", epoch=int(epoch), txn=int(txn), step=int(step)):
+                    token = Token(epoch, txn)
+                    place = {"group": line.group, "rank": line.rank, "step": step + 1}
+                    was, known = logged.get(line.who, (token, {}))
+                    earlier = known if was == token else {}
+                    logged[line.who] = token, {**earlier, **place, "at": at, **line.data}
+                case Transition(event=Applied(token=token)) if line.who in logged:
+                    of, row = logged.pop(line.who)
+                    if of == token and row["step"] == line.step:
+                        yield row
 
     @cached_property
     def course(self) -> Course:
         """Steps, memberships, faults and absences of the run."""
-        return course_of(self.directory)
+        return history_of(self.directory).course
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -117,7 +123,7 @@ class Run:
 
     def report(self) -> dict[str, Any]:
         """Return what ``fft report --json`` prints."""
-        return full_report(self.directory)
+        return RunReport(self.directory).to_json()
 
     def rows(self, name: Table) -> Iterator[dict[str, Any]]:
         """Yield the rows of a table as plain data.
@@ -131,7 +137,7 @@ class Run:
             case "metrics":
                 yield from self.metrics()
             case "faults":
-                yield from map(asdict, incidents(self.directory))
+                yield from map(asdict, RunReport(self.directory).incidents)
             case "absences":
                 yield from summary(self.course)["absences"]
             case "epochs":

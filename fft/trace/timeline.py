@@ -8,19 +8,21 @@ newest faults, epochs and changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fft.errors import FftError
-from fft.trace.course import Course, TimeLost, readable_cause
+from fft.messages.protocol import Healed, Record
+from fft.trace.course import TimeLost, readable_cause
 from fft.trace.display import cost
-from fft.trace.figures import Figures
 from fft.trace.format import scope_folders
 from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
-from fft.trace.read import merged_lines
-from fft.trace.report import course_of, summary, summary_lines
+from fft.trace.history import History
+from fft.trace.lines import Line, Note, Transition, record_of
+from fft.trace.read import STEP_NOTES, merged_lines
+from fft.trace.report import summary, summary_lines
 from fft.trace.starts import root_of, start_folders
 
 _SPANS = 4000
@@ -41,8 +43,9 @@ _NOTES = frozenset(
 """Notes that are events on the page."""
 
 
-def name_of(note: str, data: dict[str, Any]) -> str:
+def name_of(line: Note) -> str:
     """Return the name of the event, or an empty string if it is not shown."""
+    note, data = line.note, line.data
     match note:
         case "inject":
             return f"injected fault: {data.get('name')} ({data.get('kind')})"
@@ -123,34 +126,37 @@ class Timeline:
         self.events: list[dict[str, Any]] = []
         self.left_out = 0
         """Number of events beyond the maximum, which the page does not show."""
-        self.figures = Figures()
+        self.history = History()
 
-    def take(self, path: str, line: dict[str, Any], at: float, text: str) -> None:
-        """Take one line of a trace."""
-        lane, name = f"{line['group']}/{line['rank']}", ""
-        if line["kind"] == "note":
-            name = name_of(line["note"], line.get("data") or {})
-        else:
-            event, (before, after) = line.get("event") or {}, line.get("roles") or ("", "")
-            self.figures.take(line, at, path.rpartition("/")[0])
-            self._take_hosts(event.get("record") or {})
-            if event.get("type") == "healed" and event.get("bytes"):
-                name = f"fetched {event['bytes']:,} bytes from group {event['source']}"
-            elif after in ROLLBACK_ROLES and before not in ROLLBACK_ROLES and line.get("cause"):
-                name = f"rollback: {readable_cause(line['cause'])}"
+    def take(self, path: str, line: Line, at: float, text: bytes, scope: str) -> None:
+        """Take one line of a trace, of a scope as in `History.add`."""
+        name = ""
+        self.history.add(line, at, scope)
+        if (record := record_of(line)) is not None:
+            self._take_hosts(record)
+        match line:
+            case Note():
+                name = name_of(line)
+            case Transition(event=Healed(bytes=size, source=source)) if size:
+                name = f"fetched {size:,} bytes from group {source}"
+            case Transition(roles=(before, after), cause=str(cause)) if (
+                cause and after in ROLLBACK_ROLES and before not in ROLLBACK_ROLES
+            ):
+                name = f"rollback: {readable_cause(cause)}"
         if name and len(self.events) >= _EVENTS:
             self.left_out += 1
         elif name:
-            place = {"lane": lane, "file": path, "line": line["seq"], "text": text[:_LONGEST]}
-            self.events.append({"at": at, "what": name, "step": line.get("step"), **place})
+            shown = text.decode(errors="replace")[:_LONGEST]
+            place = {"lane": line.lane, "file": path, "line": line.seq, "text": shown}
+            step = line.step if isinstance(line, Note | Transition) else None
+            self.events.append({"at": at, "what": name, "step": step, **place})
 
-    def _take_hosts(self, record: Mapping[str, Any]) -> None:
-        members = record["members"] if record.get("kind") == "epoch" else ()
-        for group, each in ((m["group"], rank) for m in members for rank in m["ranks"]):
-            name = f"{group}/{each['rank']}"
+    def _take_hosts(self, record: Record) -> None:
+        for (group, number), rank in record.entries.items():
+            name = f"{group}/{number}"
             hosts = self.lanes.setdefault(name, Lane(name)).hosts
-            if each["host"] and each["host"] not in hosts:
-                hosts.append(each["host"])
+            if rank.host and rank.host not in hosts:
+                hosts.append(rank.host)
 
     def draw(self, activities: Iterable[Happening]) -> None:
         """Add activities of ranks to their lanes."""
@@ -165,24 +171,24 @@ class Timeline:
                 lane.add(Span(start, end, part, int(each.facts["step"]), number))
 
 
-def timeline_of(directory: Path) -> tuple[Timeline, Course]:
+def timeline_of(directory: Path) -> Timeline:
     """Read a run. Raises FftError if there is no trace."""
     found = Timeline()
     for folder in scope_folders(directory):
-        activities = Happenings()
-        for at, path, line, text in merged_lines(folder):
-            found.take(str(path.relative_to(directory)), line, at, text)
+        activities, scope = Happenings(), "" if folder == directory else folder.name
+        for at, path, line, text in merged_lines(folder, skip=STEP_NOTES):
+            found.take(str(path.relative_to(directory)), line, at, text, scope)
             found.draw(activities.take(path, line, at))
         found.draw(activities.end())
-    found.figures.end()
-    return found, course_of(directory)
+    found.history.waits.end()
+    return found
 
 
 def page(directory: Path) -> str:
     """Return an HTML page with all starts of a job; it opens with the start of ``directory``."""
     own = directory.resolve()
     folders = [f for f in start_folders(root_of(own)) if f == own or any(f.glob("*.jsonl"))]
-    starts = [_plain(folder, *timeline_of(folder)) for folder in folders]
+    starts = [_plain(folder, timeline_of(folder)) for folder in folders]
     found = {"shown": folders.index(own), "starts": starts}
     data = json.dumps(found, separators=(",", ":"))
     return _PAGE.read_text().replace(_DATA, data.replace("<", "\\u003c"))
@@ -199,8 +205,9 @@ def write_page(directory: Path, out: Path) -> None:
         ) from error
 
 
-def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
+def _plain(directory: Path, found: Timeline) -> dict[str, Any]:
     """Return the contents of the page; times are seconds since the first epoch, if there is one."""
+    course = found.history.course
     times = [lane.spans[0].start for lane in found.lanes.values() if lane.spans]
     zero = course.began or min([*times, *(event["at"] for event in found.events)], default=0.0)
     lanes = [
@@ -230,7 +237,7 @@ def _plain(directory: Path, found: Timeline, course: Course) -> dict[str, Any]:
         for each in course.absences
         if not each.planned
     ]
-    waits = sorted(found.figures.caused.items(), key=lambda item: -item[1][1])[:20]
+    waits = sorted(found.history.waits.caused.items(), key=lambda item: -item[1][1])[:20]
     return {
         "directory": str(directory),
         "summary": summary_lines(course),

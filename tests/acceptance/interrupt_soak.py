@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 WORKER = Path(__file__).resolve().parent.parent / "e2e" / "interrupt_worker.py"
 RANKS = 4
@@ -50,7 +50,7 @@ def main() -> None:
         torn = run(Path(temporary, "torn"), steps, VAIN)
         took = time.monotonic() - began
         report = audit_dir(Path(temporary, "torn", "t"))
-        costs = incidents(Path(temporary, "torn", "t"))
+        costs = RunReport(Path(temporary, "torn", "t")).incidents
     ended: Counter[str] = Counter()
     for rank in torn:
         ended.update(rank["ended"])

@@ -99,7 +99,7 @@ DIAGNOSIS = """
 import resource
 from pathlib import Path
 from fft.launch.supervisor.culprit import Diagnoser
-from fft.trace.blame import Rollback
+from fft.trace.course import Rollback
 
 diagnoser = Diagnoser("memory://nowhere", None, Path(), 1)
 pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -10,7 +10,7 @@ import pytest
 
 from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir, read_lines
-from fft.trace.report import fired
+from fft.trace.report import RunReport
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "own-paradigm.md"
 LIMIT_S = 150
@@ -56,7 +56,9 @@ def test_tensor_parallel_ranks_train_by_a_spec_of_the_users(
     fft(tmp_path, *job, "--trace-dir", "calm", "train.py")
     fft(tmp_path, *job, "--faults", "faults.yaml", "--trace-dir", "traces", "train.py")
     faults = load_plan(tmp_path / "faults.yaml").faults
-    assert fired(tmp_path / "traces") == f"all {len(faults)} requested faults have fired"
+    assert (
+        RunReport(tmp_path / "traces").fired() == f"all {len(faults)} requested faults have fired"
+    )
     for traces in (tmp_path / "calm", tmp_path / "traces"):
         report = audit_dir(traces)
         assert report.ok, report.render()

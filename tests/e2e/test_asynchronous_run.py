@@ -10,7 +10,7 @@ from stage import aborts, records
 
 from benchmarks.slices import slices
 from fft.trace.audit import audit_dir, read_lines
-from fft.trace.report import fired, incidents
+from fft.trace.report import RunReport
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "async_char_lm.py"
 LIMIT_S = 200
@@ -39,7 +39,7 @@ def test_killed_groups_return_and_each_contribution_counts_once(
     assert report.ok, report.render()
     (judged,) = (finding for finding in report.findings if finding.name == "bounded")
     assert judged.checks
-    assert "all 2 requested faults" in str(fired(traces))
+    assert "all 2 requested faults" in str(RunReport(traces).fired())
     assert slices(read_lines(traces)).exact
     before, late, partial, steps = None, set(), 0, 0
     for record in records(traces):
@@ -63,7 +63,9 @@ def test_killed_groups_return_and_each_contribution_counts_once(
     # the other may notice the closed connection first
     assert "0/0#1 died" in rolled_back["cause"] or "CollectiveFailed" in rolled_back["cause"]
     # A group reaches a fault at its first own step from the planned one on.
-    by_fault = {incident.fault.partition(" (")[0]: incident for incident in incidents(traces)}
+    by_fault = {
+        incident.fault.partition(" (")[0]: incident for incident in RunReport(traces).incidents
+    }
     assert "apart" in by_fault
     assert by_fault["together"].attempts_lost == 1
     back = {line["group"] for line in read_lines(traces) if line["inc"] > 1}

@@ -13,7 +13,7 @@ from stage import Member, job
 import fft
 from fft.trace.audit import audit_dir
 from fft.trace.read import Clocks, read_lines
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 STEPS = 8
 FEW_MS = 60.0
@@ -39,14 +39,14 @@ def _behind(record: dict[str, Any]) -> list[dict[str, Any]]:
 def test_report_does_not_depend_on_the_clock_of_a_host(tmp_path: Path) -> None:
     with job(tmp_path / "right", 2) as one:
         one.run(lambda member: member.train(STEPS, body=_fail_once))
-    right = incidents(tmp_path / "right")
+    right = RunReport(tmp_path / "right").incidents
     assert "RuntimeError: once" in right[0].noticed
     assert right[0].rolled_back_ms is not None and right[0].next_commit_ms is not None
     for change in (_behind, _jumping):
         traces = shutil.copytree(tmp_path / "right", tmp_path / change.__name__)
         for path in traces.glob("g1*.jsonl"):
             rewrite(path, change)
-        wrong = incidents(traces)
+        wrong = RunReport(traces).incidents
         assert [(i.fault, i.noticed) for i in right] == [(i.fault, i.noticed) for i in wrong]
         for a, b in zip(right, wrong, strict=True):
             assert b.rolled_back_ms == pytest.approx(a.rolled_back_ms, abs=FEW_MS)

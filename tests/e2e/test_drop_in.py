@@ -20,7 +20,7 @@ from torchft.optim import OptimizerWrapper
 
 from fft.errors import FftError
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 from fft.train.api.torchft_diloco import packed, refuse_dropping
 
 LOOP = Path(__file__).parents[2] / "examples" / "torchft_loop.py"
@@ -102,10 +102,10 @@ def test_incidents_report_the_cost_of_faults(
 ) -> None:
     with capsys.disabled():
         print()
-        for found in incidents(traces):
+        for found in RunReport(traces).incidents:
             ms = "-" if found.next_commit_ms is None else f"{found.next_commit_ms:.0f} ms"
             print(f"  {found.fault}: next commit after {ms}, {found.bytes_healed} bytes healed")
-    transient = incidents(traces)[1:4] if len(incidents(traces)) > 4 else []
+    transient = RunReport(traces).incidents[1:4] if len(RunReport(traces).incidents) > 4 else []
     assert all(found.bytes_healed == 0 for found in transient)
 
 

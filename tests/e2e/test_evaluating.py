@@ -11,7 +11,7 @@ import pytest
 from forked_run import fft
 
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 SCRIPT = Path(__file__).with_name("evaluating_script.py")
 LIMIT_S = 100
@@ -35,7 +35,7 @@ def test_a_rollback_of_the_next_step_ends_no_evaluation(tmp_path: Path) -> None:
     clean, faulty = run(tmp_path / "clean", "nothing"), run(tmp_path / "faulty", "fault")
     assert [len(clean[f"0.{rank}"].split()) for rank in range(2)] == [2, 2]
     assert clean == faulty
-    noticed = [incident.noticed for incident in incidents(tmp_path / "faulty" / "run")]
+    noticed = [incident.noticed for incident in RunReport(tmp_path / "faulty" / "run").incidents]
     assert [what.partition(": ")[2] for what in noticed] == ["ValueError: once", "group 0, 1"]
 
 

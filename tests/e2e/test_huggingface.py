@@ -20,7 +20,7 @@ import torch
 from forked_run import fft as run_fft
 
 import fft
-from fft.trace.report import course_of
+from fft.trace.report import history_of
 from fft.trace.resumed import audit_job
 
 # the jobs import the packages, and importing them here as well takes each worker 3 s
@@ -105,7 +105,7 @@ def test_trainer_counts_logs_and_saves_each_committed_step_once(tmp_path: Path) 
     assert one["digest"] == other["digest"] and one["epoch"] == 0.5
     assert [e["step"] for e in one["history"]] == [2, 4, 6, 8, 8]
     assert (one["is_writer"], other["is_writer"]) == (True, False)
-    assert course_of(tmp_path / "traces").goal.samples == 2 * BATCH
+    assert history_of(tmp_path / "traces").course.goal.samples == 2 * BATCH
     logs = [path.read_text() for path in sorted((tmp_path / "traces" / "logs").glob("*.log"))]
     assert ["'loss':" in log for log in logs] == [True, False]
     saved = sorted(path.parent.name for path in (tmp_path / "out").glob("*/fft_manager.pt"))

@@ -14,7 +14,7 @@ from stage import notes, records
 from waiting import wait_until
 
 from fft.trace.audit import audit_dir
-from fft.trace.report import own_errors
+from fft.trace.report import RunReport
 from fft.trace.resumed import audit_job
 
 WORKER = Path(__file__).with_name("mistake_worker.py")
@@ -60,7 +60,7 @@ def test_a_mistake_in_the_body_is_shown_with_the_batch(tmp_path: Path, groups: i
     assert "in the txn of step 2, on " in done.stderr and "slice " in done.stderr
     assert sum(starts(traces, group) for group in range(groups)) <= groups + 1
     assert not list(traces.glob("diagnosis-*"))
-    found = own_errors(traces)
+    found = RunReport(traces).errors()
     assert {(e.step, e.error.partition(":")[0]) for e in found} == {(2, "AttributeError")}
     assert {e.where.rpartition(":")[0] for e in found} == {str(WORKER)}
     logs = [path.read_text() for path in traces.glob("logs/*.log")]

@@ -14,7 +14,7 @@ from forked_run import fft
 from stage import aborts, fetches, records, slices
 
 from fft.trace.audit import audit_dir, read_lines
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 240
@@ -99,7 +99,7 @@ def test_a_drained_group_leaves_after_a_commit_without_a_rollback(traces: Path) 
 def test_incidents_of_kills_are_reported(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print()
-        for found in incidents(traces):
+        for found in RunReport(traces).incidents:
             back, following = (
                 "-" if ms is None else f"{ms:.0f}"
                 for ms in (found.rolled_back_ms, found.next_commit_ms)
@@ -108,4 +108,4 @@ def test_incidents_of_kills_are_reported(traces: Path, capsys: pytest.CaptureFix
                 f"  {found.fault}: rolled back after {back} ms, next commit after {following} ms, "
                 f"{found.bytes_healed} bytes healed; {found.noticed[:100]}"
             )
-    assert len(incidents(traces)) >= 4
+    assert len(RunReport(traces).incidents) >= 4

@@ -12,7 +12,7 @@ from forked_run import running
 
 import fft
 from fft.errors import LiveBlockFailed, LiveBlockMisuse
-from fft.trace.report import refusals
+from fft.trace.report import RunReport
 from tests.acceptance.live_kills import EXAMPLES, Job, judged, kill_at_random
 
 SCRIPT = Path(__file__).with_name("live_script.py")
@@ -117,7 +117,9 @@ def test_live_blocks_between_steps_consume_no_data(tmp_path: Path) -> None:
     assert len(seen) == len(set(seen)) == 8
     found = judged(tmp_path)
     assert found.commits == 4 + 2 * 3
-    assert refusals(tmp_path) is None, "a live block is not a step whose batches were skipped"
+    assert RunReport(tmp_path).refusals() is None, (
+        "a live block is not a step whose batches were skipped"
+    )
 
 
 def run_with_steps(folder: Path, place: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import yaml
 from forked_run import fft
 
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 SCRIPT = Path(__file__).with_name("mesh_script.py")
 PHASES = (
@@ -80,7 +80,7 @@ def test_faults_on_one_side_leave_the_bits_of_torchs_own_mesh(tmp_path: Path) ->
         clipped = [min(norm, 0.5) for norm in rank["norms"]]
         assert all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), rank["seen"], clipped))
     assert len({rank["bits"] for rank in found.values()}) == 4
-    assert [each.attempts_lost for each in incidents(tmp_path / "traces")][:3] == [1] * 3
+    assert [each.attempts_lost for each in RunReport(tmp_path / "traces").incidents][:3] == [1] * 3
 
 
 @pytest.mark.multiprocess
@@ -112,7 +112,7 @@ def test_other_forms_have_the_bits_of_torchs_own_mesh(tmp_path: Path, form: str)
     found = run(tmp_path, form, 11, faults=faults, inside=inside, options=("--", "plain"))
     for rank in found.values():
         assert rank["bits"] == rank["plain"]["bits"]
-    lost = [each for each in incidents(tmp_path / "traces") if each.attempts_lost]
+    lost = [each for each in RunReport(tmp_path / "traces").incidents if each.attempts_lost]
     assert len(lost) >= len(inside) + len(PHASES) - 1, "an abort after the vote may lose none"
 
 
@@ -148,7 +148,7 @@ def test_two_groups_of_four_keep_their_bits_through_faults_and_a_kill(
         options=("--max-restarts", "3"),
     )
     assert {k: v["bits"] for k, v in found.items()} == {k: v["bits"] for k, v in quiet.items()}
-    names = " ".join(each.fault for each in incidents(tmp_path / "faulty" / "traces"))
+    names = " ".join(each.fault for each in RunReport(tmp_path / "faulty" / "traces").incidents)
     assert not [each["name"] for each in plan if each["name"] not in names], names
 
 

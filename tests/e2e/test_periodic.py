@@ -22,7 +22,7 @@ from fft.errors import FftError, StepRetriesExceeded
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.trace.audit import audit_dir, read_lines, trace_files
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 EVERY = 3
 
@@ -408,7 +408,7 @@ def test_report_does_not_count_inner_step_faults_as_job_faults(
         member = _registered(made)
         _train(member, 3)
         member.manager.shutdown()
-    (found,) = [i for i in incidents(tmp_path / "traces") if "own" in i.fault]
+    (found,) = [i for i in RunReport(tmp_path / "traces").incidents if "own" in i.fault]
     assert "group 0 alone: InjectedFault" in found.noticed
     assert found.next_commit_ms is not None and found.bytes_healed == 0
 

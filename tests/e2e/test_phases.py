@@ -20,7 +20,7 @@ from forked import Forked, as_main
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
 from fft.trace.audit import audit_dir
-from fft.trace.report import Incident, incidents
+from fft.trace.report import Incident, RunReport
 
 STEPS = 12
 FIRST_STEP = 2
@@ -106,7 +106,7 @@ def _injected(runs: Path, case: str) -> list[Incident]:
     There may be other incidents, such as a rendezvous that a slow name service fails.
     """
     planned = sorted(CASES[case], key=lambda fault: fault["step"])
-    found = incidents(runs / case)
+    found = RunReport(runs / case).incidents
     return [next(i for i in found if i.fault.startswith(f"{f['name']} (")) for f in planned]
 
 

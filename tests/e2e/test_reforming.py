@@ -21,7 +21,7 @@ from fft.launch.services import start_services
 from fft.launch.supervisor import RunConfig, Supervisor, reforming
 from fft.messages.fault_plans import load_plan
 from fft.trace.audit import audit_dir, read_lines
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIMIT_S = 150
@@ -152,7 +152,7 @@ def test_excluded_group_comes_back_with_its_surviving_rank(tmp_path: Path) -> No
     # the report does not wait for the surviving rank, which was excluded
     killed = next(x for x in read_lines(traces) if x.get("note") == "inject")["wall"]
     fetched = [x["wall"] for x in read_lines(traces) if x.get("on") == "healed" and x["inc"] == 2]
-    next_commit_ms = incidents(traces)[0].next_commit_ms
+    next_commit_ms = RunReport(traces).incidents[0].next_commit_ms
     assert next_commit_ms is not None and killed + next_commit_ms / 1e3 < min(fetched)
 
 

@@ -27,7 +27,7 @@ from fft.errors import FftError, ResultRefused, StepRetriesExceeded
 from fft.messages.causes import CauseCode
 from fft.messages.effects import Heal
 from fft.trace.format import RESULT_REFUSED
-from fft.trace.report import refusals
+from fft.trace.report import RunReport
 from fft.train.checkpoint.contents import read_tensors
 from fft.train.session.step_results import StepResult, sum_of_squares
 
@@ -170,7 +170,7 @@ def test_skip_consumes_the_batch_on_all_groups_and_is_reported(tmp_path: Path) -
         assert skip["step"] == BAD and not aborts(tmp_path)
         assert len(members[0].consumed) == len(members[1].consumed) == 4 * (STEPS + 1)
         assert parameters(members[0].model) == parameters(members[1].model)
-        text = refusals(tmp_path)
+        text = RunReport(tmp_path).refusals()
         assert text is not None
         assert text.startswith("refused results; steps skipped, whose batches had no update: 1\n")
         assert f"step {BAD}, skip: the gradients contain NaN or inf, on " in text
@@ -473,7 +473,7 @@ def test_nan_of_a_local_step_stays_in_its_group(tmp_path: Path, policy: str, not
         made.audit()
     found = [n for n in notes(tmp_path, note) if n["data"].get("skipped", True)]
     assert [n["group"] for n in found] == ["1"]
-    assert "steps skipped" in str(refusals(tmp_path))
+    assert "steps skipped" in str(RunReport(tmp_path).refusals())
 
 
 def test_non_finite_contribution_is_recomputed_and_never_averaged(

@@ -6,6 +6,7 @@ which then votes like the others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from stage import Job, Member, Numbers, aborts, batch_of, job, parameters, recor
 
 import fft
 from fft.errors import Diverged, FftError, GradientsDiffer, StepRetriesExceeded
-from fft.trace.blame import History, named_by_all
+from fft.messages.protocol import decode_record
+from fft.trace.course import named_by_all
+from fft.trace.history import History
 
 STEPS, BAD = 6, 3
 QUICK = {"pause": 0.01}
@@ -98,8 +101,10 @@ def test_one_of_two_groups_that_cannot_repeat_its_gradients_is_named(tmp_path: P
     assert "1/0#1 could not repeat its own" in later[0]["cause"]
     history = History()
     for record in (first, second, *later[:2]):
-        history.take(record)
-    assert named_by_all(history.run, 3) == ("1", 0), "the diagnosis starts after four rollbacks"
+        history.take_record(decode_record(json.dumps(record).encode()), 0.0)
+    assert named_by_all(history.course.run, 3) == ("1", 0), (
+        "the diagnosis starts after four rollbacks"
+    )
 
 
 def test_groups_that_both_compute_other_gradients_each_time_are_not_named(tmp_path: Path) -> None:
@@ -137,9 +142,9 @@ def test_divergent_rank_of_three_is_named_and_the_others_continue(tmp_path: Path
     history = History()
     wrong = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
     for record in wrong:
-        history.take(record)
+        history.take_record(decode_record(json.dumps(record).encode()), 0.0)
     assert len(wrong) == 8
-    assert all(rollback.named == {("1", 0)} for rollback in history.run), "for the diagnosis"
+    assert all(rollback.named == {("1", 0)} for rollback in history.course.run), "for the diagnosis"
 
 
 @pytest.mark.parametrize("is_buffer", [False, True], ids=["parameter", "buffer"])

@@ -52,7 +52,7 @@ from fft.messages.wire import (
 )
 from fft.protocol.participant import Participant
 from fft.protocol.state import Config
-from fft.trace.report import refusals
+from fft.trace.report import RunReport
 from fft.trace.writer import TraceWriter
 
 
@@ -394,7 +394,7 @@ def test_report_reads_the_trace_of_an_engine_that_dropped_a_message(tmp_path: Pa
         wait_until(lambda: bus.refusals() == {"unsealed": 1}, "the message is dropped")
     trace.close()
     assert trace.path is not None and '"unsealed"' in trace.path.read_text()
-    assert refusals(tmp_path) is None
+    assert RunReport(tmp_path).refusals() is None
 
 
 def test_a_job_outlives_a_silence_of_its_bus(stack: ExitStack) -> None:

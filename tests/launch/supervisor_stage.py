@@ -34,9 +34,10 @@ def leave():
     name = f"g{os.environ['REPLICA_GROUP_ID']}r{os.environ['RANK']}i*.jsonl"
     traces = pathlib.Path(os.environ["FFT_TRACE_DIR"]).glob(name)
     if newest := max(traces, key=lambda path: int(path.stem.rpartition("i")[2]), default=None):
+        last = json.loads(newest.read_text().splitlines()[-1])
         end = {"kind": "transition", "to": "EXIT", "roles": ["leaving", "terminal"]}
         with newest.open("a") as file:
-            file.write(json.dumps(end) + "\\n")
+            file.write(json.dumps({**last, **end}) + "\\n")
 
 
 stage = socket.socket(socket.AF_UNIX)

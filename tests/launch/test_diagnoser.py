@@ -15,7 +15,7 @@ from fft.launch.supervisor.culprit import Diagnoser, act
 from fft.operate.client import JobClient
 from fft.operate.diagnosis.plan import Culprit, Diagnosis, Findings, How
 from fft.operate.diagnosis.rounds import Report
-from fft.trace.blame import Rollback
+from fft.trace.course import Rollback
 
 RUN = [Rollback(n, 3, "1/0#1", "1/0#1: ValueError", frozenset({("1", 0)})) for n in range(6)]
 

@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
+from traced import a_record
 
 from fft.launch.supervisor.loop import PlanWatch
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.progress import Goal
-from fft.messages.protocol import Peer
+from fft.messages.protocol import Decision, Peer, event_to_json
 from fft.protocol.load import load_spec
 from fft.prove.simulator.run import run_seed
 from fft.trace.course import Course
@@ -34,12 +35,23 @@ from fft.trace.display import (
     row_of,
 )
 from fft.trace.format import FETCHING
-from fft.trace.tail import Injected, JobView, RankView, TraceTail, _update
+from fft.trace.history import Injected, RankView
+from fft.trace.lines import Note, Transition
+from fft.trace.tail import JobView, TraceTail
 from fft.train.step.healing import FetchProgress
 
 
 def line(**fields: Any) -> bytes:
     return json.dumps(fields).encode() + b"\n"
+
+
+def put(path: Path, data: bytes) -> None:
+    """Append lines to a trace, with the process that the name of the file names."""
+    match = re.fullmatch(r"g(\w)r(\d)i(\d+).jsonl", path.name)
+    group, rank, inc = match.groups() if match is not None else ("9", "9", "9")
+    who = f'{{"group": "{group}", "rank": {rank}, "inc": {inc}, "kind"'
+    with path.open("ab") as file:
+        file.write(data.replace(b'{"kind"', who.encode()))
 
 
 ROLES = {state: spec.role for state, spec in load_spec("hsdp").states.items()}
@@ -69,21 +81,22 @@ def test_trace_line_counts_once_complete(tmp_path: Path) -> None:
     tail = TraceTail(tmp_path)
     assert tail.poll().ranks == {}
     whole = moved("PREPARED", epoch=2, step=5, members=["1", "0"])
-    with (tmp_path / "g0r1i3.jsonl").open("ab", buffering=0) as file:
-        file.write(line(kind="header", step=4, epoch=1, spec={"initial": "INIT"}) + whole[:20])
-        view = tail.poll().ranks["0", 1]
-        assert (view.inc, view.state, view.step) == (3, "INIT", 4)
-        file.write(whole[20:])
+    path = tmp_path / "g0r1i3.jsonl"
+    put(path, line(kind="header", spec={"initial": "INIT"}, config={"pid": 7}) + whole[:-20])
+    view = tail.poll().ranks["0", 1]
+    assert (view.inc, view.state, view.pid) == (3, "INIT", 7)
+    put(path, whole[-20:])
     view = tail.poll().ranks["0", 1]
     assert (view.state, view.epoch, view.step, view.members) == ("PREPARED", 2, 5, ("0", "1"))
     tail.close()
 
 
 def test_notes_bring_loss_and_planned_faults(tmp_path: Path) -> None:
-    (tmp_path / "g1r0i7.jsonl").write_bytes(
+    put(
+        tmp_path / "g1r0i7.jsonl",
         line(kind="note", note="metrics", data={"loss": 1.25}, step=3, epoch=2)
         + line(kind="note", note="inject", data={"name": "x", "kind": "kill"}, step=3, epoch=2)
-        + moved("ROLLBACK_REQ", step=3, epoch=2, cause="OSError: peer gone\nmore")
+        + moved("ROLLBACK_REQ", step=3, epoch=2, cause="OSError: peer gone\nmore"),
     )
     tail = TraceTail(tmp_path)
     view = tail.poll()
@@ -98,10 +111,8 @@ def test_finished_live_blocks_are_progress_of_the_job(tmp_path: Path) -> None:
     trace, tail = tmp_path / "g0r0i1.jsonl", TraceTail(tmp_path)
     found = []
     for n, live in enumerate(("entry", "end", "entry", "end"), 2):
-        record = {"n": n, "kind": "commit", "step": 0, "live": live}
-        event = {"type": "decision", "record": record}
-        with trace.open("ab") as file:
-            file.write(moved("COMMIT", before="PREPARED", event=event, step=0, epoch=1))
+        event = event_to_json(Decision(a_record(n, "commit", 0, live=live)))
+        put(trace, moved("COMMIT", before="PREPARED", event=event, step=0, epoch=1))
         found.append(tail.poll().progress)
     assert found == [(0, 0), (0, 3), (0, 3), (0, 5)]
     tail.close()
@@ -138,7 +149,8 @@ def test_requested_fault_is_remembered_until_it_fires(tmp_path: Path) -> None:
 
     place = {"group": "0", "rank": 0, "phase": "vote"}
     fired = line(kind="note", note="inject", data={"name": "b", "kind": "exception"}, step=1)
-    (tmp_path / "g0r0i1.jsonl").write_bytes(
+    put(
+        tmp_path / "g0r0i1.jsonl",
         word("a", "exception", **place)
         + word("b", "exception", **place)
         + fired
@@ -146,7 +158,7 @@ def test_requested_fault_is_remembered_until_it_fires(tmp_path: Path) -> None:
         + word("d", "lighthouse_restart")
         + word("e", "lighthouse_restart")
         + word("e", "lighthouse_restart", by="supervisor")  # happens now
-        + word("f", "nonsense")
+        + word("f", "nonsense"),
     )
     tail = TraceTail(tmp_path)
     plan = FaultPlan.model_validate({"faults": [KILL]})
@@ -156,18 +168,16 @@ def test_requested_fault_is_remembered_until_it_fires(tmp_path: Path) -> None:
 
 def test_a_newer_incarnation_takes_the_place_of_the_older(tmp_path: Path) -> None:
     tail = TraceTail(tmp_path)
-    (tmp_path / "g0r0i9.jsonl").write_bytes(moved("COMMIT", step=8, epoch=4))
+    put(tmp_path / "g0r0i9.jsonl", moved("COMMIT", step=8, epoch=4))
     before = tail.poll().incs("0")
-    (tmp_path / "g0r0i10.jsonl").write_bytes(moved("HEALING", step=0, epoch=5))
+    put(tmp_path / "g0r0i10.jsonl", moved("HEALING", step=0, epoch=5))
     view = tail.poll()
     assert view.ranks["0", 0].state == "HEALING" and view.ranks["0", 0].step == 0
     assert view.step == 8, "the job has committed them"
     assert not view.committed_since("0", before)
-    with (tmp_path / "g0r0i9.jsonl").open("ab") as file:
-        file.write(moved("COMMIT", step=9, epoch=4))
+    put(tmp_path / "g0r0i9.jsonl", moved("COMMIT", step=9, epoch=4))
     assert tail.poll().ranks["0", 0].inc == 10
-    with (tmp_path / "g0r0i10.jsonl").open("ab") as file:
-        file.write(moved("COMMIT", step=9, epoch=5))
+    put(tmp_path / "g0r0i10.jsonl", moved("COMMIT", step=9, epoch=5))
     assert tail.poll().committed_since("0", before)
     tail.close()
 
@@ -180,11 +190,10 @@ def test_the_files_of_processes_that_were_started_again_are_closed(tmp_path: Pat
     tail = TraceTail(tmp_path)
     fault = line(kind="note", note="inject", data={"name": "x", "kind": "kill"}, step=3, epoch=2)
     for inc in range(1, 6):
-        (tmp_path / f"g0r0i{inc}.jsonl").write_bytes(moved("COMMIT", step=inc, epoch=inc))
+        put(tmp_path / f"g0r0i{inc}.jsonl", moved("COMMIT", step=inc, epoch=inc))
         tail.poll()
         if inc == 3:  # its last line comes when the next incarnation has begun
-            with (tmp_path / "g0r0i2.jsonl").open("ab") as file:
-                file.write(fault)
+            put(tmp_path / "g0r0i2.jsonl", fault)
     view = tail.poll()
     assert held() == {"g0r0i5.jsonl"}
     assert view.injected["x"].kind == "kill" and view.ranks["0", 0].inc == 5
@@ -194,10 +203,8 @@ def test_the_files_of_processes_that_were_started_again_are_closed(tmp_path: Pat
 
 @pytest.mark.parametrize("junk", [b"{\n", b"[1]\n", b'"x"\n', b"\xff\n", b"\n", b'{"step": "a"}\n'])
 def test_unreadable_entries_are_skipped(tmp_path: Path, junk: bytes) -> None:
-    (tmp_path / "other.jsonl").write_bytes(moved("COMMIT", step=99))
-    (tmp_path / "g0r0i1.jsonl").write_bytes(
-        moved("COMMIT", step=2) + junk + moved("NORMAL", step=3)
-    )
+    put(tmp_path / "other.jsonl", moved("COMMIT", step=99))
+    put(tmp_path / "g0r0i1.jsonl", moved("COMMIT", step=2) + junk + moved("NORMAL", step=3))
     tail = TraceTail(tmp_path)
     view = tail.poll()
     assert (view.ranks["0", 0].state, view.step) == ("NORMAL", 3)
@@ -249,22 +256,16 @@ def test_without_a_terminal_many_changes_print_one_line_a_second() -> None:
     assert [line.split()[0] for line in lines] == ["0.0", "1.0", "2.0", "2.4"]
 
 
-def record(n: int, kind: str, step: int, epoch: int, **more: Any) -> dict[str, Any]:
-    """Return a record of a job whose groups take one slice each."""
-    place = {"n": n, "kind": kind, "step": step, "epoch": epoch, "txn": step}
-    return {**place, "cursor": 2 * step, "batches": 2 * step, **more}
-
-
 def course_with_a_lost_group() -> Course:
     """Steps 1 to 9 of two groups at 10 steps/s, then group 1 dies; step 10 comes 0.25 s later."""
     course = Course(goal=Goal(steps=40, all_items=800, epoch_items=5, samples=8))
-    course.take(record(1, "epoch", 0, 1, members=[{"group": "0"}, {"group": "1"}]), 100.0)
+    course.take(a_record(1, "epoch", 0, members="01"), 100.0)
     for step in range(1, 10):
-        course.take(record(1 + step, "commit", step, 1), 100 + step / 10)
+        course.take(a_record(1 + step, "commit", step, 2 * step), 100 + step / 10)
     cause = "0/0#1: 1/0#1 died: it was [killed] (seen by supervisor)"
-    course.take(record(11, "abort", 9, 1, cause=cause, accused=[["1", 0, 1]]), 101.0)
-    course.take(record(12, "epoch", 9, 2, members=[{"group": "0"}]), 101.1)
-    course.take(record(13, "commit", 10, 2), 101.25)
+    course.take(a_record(11, "abort", 9, 18, cause=cause, accused=(Peer("1", 0, 1),)), 101.0)
+    course.take(a_record(12, "epoch", 9, 18, epoch=2, members="0"), 101.1)
+    course.take(a_record(13, "commit", 10, 20, epoch=2), 101.25)
     return course
 
 
@@ -380,20 +381,20 @@ def test_a_group_that_left_for_good_is_not_waited_for() -> None:
 
 def test_the_rollbacks_since_the_last_commit_are_known(tmp_path: Path) -> None:
     def decided(n: int, kind: str, cause: str = "") -> bytes:
-        record: dict[str, Any] = {"n": n, "kind": kind, "step": 4, "by": ["1", 0, 1]}
-        record["cause"] = cause
-        record["accused"] = [["1", 0, 1]] if kind == "abort" else []
-        return line(kind="transition", event={"type": "decision", "record": record})
+        accused = (Peer("1", 0, 1),) if kind == "abort" else ()
+        found = a_record(n, kind, 4, cause=cause, accused=accused)
+        return moved("NORMAL", event=event_to_json(Decision(found)))
 
     for name in ("g0r0i1", "g1r0i1"):  # both receive every message
-        (tmp_path / f"{name}.jsonl").write_bytes(
+        put(
+            tmp_path / f"{name}.jsonl",
             decided(1, "abort", "1/0#1: ValueError: old")
             + decided(2, "commit")
             + decided(3, "abort", "1/0#1: ValueError: bad")
-            + line(kind="transition", event=None)
+            + moved("NORMAL", event=None),
         )
     tail = TraceTail(tmp_path)
-    (one,) = tail.poll().history.run
+    (one,) = tail.poll().course.run
     assert (one.n, one.step, one.named) == (3, 4, {("1", 0)})
     tail.close()
 
@@ -408,11 +409,10 @@ def test_progress_of_a_long_fetch_is_shown_until_it_ends(tmp_path: Path) -> None
     for clock[0], mib in ((0.5, 10), (2.0, 20), (2.5, 25), (12.0, 60)):
         progress(mib * 2**20, 100 * 2**20)
     assert [(note["bytes"] // 2**20, note["left_s"]) for note in notes] == [(20, 8.0), (60, 8.0)]
-    view = RankView(1, state="HEALING")
-    _update(view, {"kind": "note", "note": FETCHING, "data": notes[0]})
-    job = JobView(ranks={("1", 0): view})
+    job, place = JobView(), {"group": "1", "rank": 0, "inc": 1}
+    job.add(Note(kind="note", note=FETCHING, data=notes[0], **place), 1.0)
     assert row_of(job, "1", "running").state == "joining (20.0 of 100.0 MiB, 8 s left)"
-    _update(view, {"kind": "transition", "to": "NORMAL", "roles": ["healing", "training"]})
+    job.add(Transition(kind="transition", to="NORMAL", roles=("healing", "training"), **place), 2.0)
     assert row_of(job, "1", "running").state == "training"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forged import rewrite
 from supervisor_stage import WAIT_S, Actor, Job, Stage, running
 from waiting import wait_until
 
@@ -31,7 +32,7 @@ from fft.messages.protocol import Death, Drain, Suspect, decode, encode
 from fft.operate import drain
 from fft.operate import inject as injecting
 from fft.operate.client import JobClient, OperatorError
-from fft.trace.report import fired
+from fft.trace.report import RunReport
 from fft.trace.tail import TraceTail
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -57,7 +58,12 @@ def trace(job: Job, group: int, rank: int, inc: int, *records: str) -> None:
     """Append to the trace of one incarnation, as the child itself would."""
     path = job.trace_dir / f"g{group}r{rank}i{inc}.jsonl"
     with path.open("a") as file:
-        file.writelines(records)
+        file.writelines(by(group, rank, inc, each) for each in records)
+
+
+def by(group: int, rank: int, inc: int, text: str) -> str:
+    """Return the line with the process that has written it."""
+    return record(group=str(group), rank=rank, inc=inc, **json.loads(text))
 
 
 def at_work(step: int, epoch: int, members: list[str]) -> str:
@@ -74,7 +80,7 @@ def two_at_work(job: Job, stage: Stage, step: int) -> dict[tuple[str, str], Acto
 
 
 def inject(name: str, kind: str, step: int, epoch: int) -> str:
-    data = {"name": name, "kind": kind}
+    data = {"name": name, "kind": kind, "step": step}
     return record(kind="note", note="inject", data=data, step=step, epoch=epoch)
 
 
@@ -394,7 +400,9 @@ def test_successful_end_names_the_unfired_faults(
         "late (kill, step 99, phase forward, group 1 rank 0); bus (bus_restart, step 99); "
         "asked (slow, step 50, group 0 rank 0)",
     )
-    reported = fired(tmp_path / "run")
+    for path in (tmp_path / "run").glob("*.jsonl"):
+        rewrite(path, lambda line: [line])  # the report reads a trace to its first damage
+    reported = RunReport(tmp_path / "run").fired()
     assert reported is not None and reported.startswith("3 of 4 faults did not fire")
     assert verdict.lines[0].partition(": ")[2].split("; ") == reported.split("\n  ")[1:]
 
@@ -454,8 +462,8 @@ def test_group_joining_after_the_end_gets_an_error(run_job: StartJob, stage: Sta
 
 def test_steps_of_departed_groups_count(tmp_path: Path) -> None:
     """Otherwise a job whose processes have all been restarted would have committed nothing."""
-    (tmp_path / "g0r0i1.jsonl").write_text(at_work(7, 1, ["0"]))
-    (tmp_path / "g0r0i2.jsonl").write_text(record(kind="transition", step=0, epoch=0, members=[]))
+    (tmp_path / "g0r0i1.jsonl").write_text(by(0, 0, 1, at_work(7, 1, ["0"])))
+    (tmp_path / "g0r0i2.jsonl").write_text(by(0, 0, 2, record(kind="header")))
     tail = TraceTail(tmp_path)
     assert tail.poll().step == 7
     tail.close()
@@ -525,6 +533,8 @@ def test_group_without_state_restarts_while_other_groups_hold_state(
         ({"min_steps": 5}, "give both or neither"),
         ({"first_group": 2, "all_groups": 3}, "--all-groups 3: expected at least 4"),
         ({"host_limit": 0.0}, "--host-limit 0: expected a positive number"),
+        ({"ranks_per_host": 2}, "--ranks-per-host 2: expected a divisor of --ranks 1"),
+        ({"ranks": 4, "ranks_per_host": 2}, "a group on 2 hosts is not possible with"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(
@@ -684,7 +694,8 @@ def test_job_without_a_commit_reports_the_cause_of_its_wait(
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         cause = "rank 1/0 cannot be reached at 10.0.0.2:4711"
-        trace(job, 0, 0, 1, record(kind="transition", to="ROLLBACK_REQ", cause=cause, step=5))
+        stopped = {"to": "ROLLBACK_REQ", "roles": ["training", "aborting"], "step": 5}
+        trace(job, 0, 0, 1, record(kind="transition", cause=cause, **stopped))
         wait_until(lambda: "since step 5. group 0: running (start 1)" in caplog.text, "it is said")
         assert cause in caplog.text
         wait_until(lambda: caplog.text.count("since step 5") == 2, "it is said again")

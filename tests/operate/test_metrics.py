@@ -15,21 +15,26 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from traced import TracedJob
+from traced import TracedJob, a_record
 from waiting import wait_until
 
 from fft.errors import FftError
 from fft.launch.metrics_process import MetricsProcess
 from fft.messages.causes import CauseCode
-from fft.trace.figures import FIGURES, Figures, plain
+from fft.messages.protocol import Decision, Event, GroupEntry, Prepared, RankEntry, Token
+from fft.protocol.roles import Role
+from fft.trace.figures import FIGURES, plain
+from fft.trace.history import VoteWaits
 from fft.trace.inputs import LOOP, TORCHFT
-from fft.trace.report import figures_of, full_report
+from fft.trace.lines import Transition
+from fft.trace.report import RunReport, history_of
 from fft.trace.tail import TraceTail
 from fft.util.listening import MAX_WAITING, REQUEST_S, Waiting
 
@@ -72,61 +77,64 @@ def job(tmp_path: Path) -> Iterator[LiveJob]:
     job.close()
 
 
-def vote(token: tuple[int, int], rank: int, at: float) -> tuple[dict[str, Any], float]:
-    event = {"type": "prepared", "yes": True, "token": token}
-    return {"group": "0", "rank": rank, "event": event}, at
+def line(rank: int, event: Event, token: tuple[int, int] = (1, 1), *roles: Role) -> Transition:
+    place = {"group": "0", "rank": rank, "epoch": token[0], "txn": token[1]}
+    found = roles or ("training", "voting")
+    return Transition(kind="transition", to="", roles=found, event=event, **place)
 
 
-def commit(token: tuple[int, int], rank: int, at: float) -> tuple[dict[str, Any], float]:
-    event = {"type": "decision", "record": {"kind": "commit"}}
-    where = {"epoch": token[0], "txn": token[1], "roles": ["voting", "committing"]}
-    return {"group": "0", "rank": rank, "event": event, **where}, at
+def vote(token: tuple[int, int], rank: int, at: float) -> tuple[Transition, float]:
+    return line(rank, Prepared(Token(*token), True), token), at
 
 
-def epoch(ranks: int) -> tuple[dict[str, Any], float]:
-    record = {"kind": "epoch", "epoch": 1, "members": [{"ranks": list(range(ranks))}]}
-    return {"group": "0", "rank": 0, "event": {"type": "decision", "record": record}}, 0.0
+def commit(token: tuple[int, int], rank: int, at: float) -> tuple[Transition, float]:
+    return line(rank, Decision(a_record(2, "commit", 1)), token, "voting", "committing"), at
+
+
+def epoch(ranks: int) -> tuple[Transition, float]:
+    entries = tuple(RankEntry(rank, 1, True, "", 1, "") for rank in range(ranks))
+    record = replace(a_record(1, "epoch", 0), members=(GroupEntry("0", "store", entries),))
+    return line(0, Decision(record)), 0.0
 
 
 def test_figures_separate_waits_for_the_slowest_rank_from_the_protocol() -> None:
-    figures, token = Figures(), (1, 1)
+    figures, token = VoteWaits(), (1, 1)
     lines = [epoch(3), vote(token, 0, 1.0), vote(token, 1, 1.5), vote(token, 2, 3.0)]
     lines += [commit(token, rank, 3.25) for rank in range(3)]
-    for line, at in lines:
-        figures.take(line, at)
+    for each, at in lines:
+        figures.take(each, at)
     assert figures.waited == {("0", "0"): 2.0, ("0", "1"): 1.5, ("0", "2"): 0.0}
     assert figures.caused == {("0", "2"): (1, 3.5)}
     assert figures.protocol == {("0", str(rank)): 0.25 for rank in range(3)}
 
 
 def test_figures_leave_the_protocol_out_if_votes_are_in_other_traces() -> None:
-    figures, token = Figures(), (1, 1)
-    for line, at in [epoch(3), vote(token, 0, 1.0), vote(token, 1, 2.0), commit(token, 0, 5.0)]:
-        figures.take(line, at)
+    figures, token = VoteWaits(), (1, 1)
+    for each, at in [epoch(3), vote(token, 0, 1.0), vote(token, 1, 2.0), commit(token, 0, 5.0)]:
+        figures.take(each, at)
     assert not figures.waited
     figures.end()
     assert figures.waited == {("0", "0"): 1.0, ("0", "1"): 0.0} and not figures.protocol
 
 
 def test_figures_do_not_count_votes_for_a_rolled_back_attempt() -> None:
-    figures = Figures()
-    for line, at in [epoch(2), vote((1, 1), 0, 1.0), vote((1, 1), 1, 9.0)]:
-        figures.take(line, at)
+    figures = VoteWaits()
+    for each, at in [epoch(2), vote((1, 1), 0, 1.0), vote((1, 1), 1, 9.0)]:
+        figures.take(each, at)
     figures.end()
     assert not figures.waited and not figures.caused
 
 
 def test_figures_of_a_running_job_equal_those_of_its_report(job: LiveJob) -> None:
-    tail = TraceTail(job.directory, with_figures=True)
+    tail = TraceTail(job.directory)
     with closing(tail):
         tail.poll()
         job.eventful()
         tail.poll()
         job.step()
         tail.poll()
-        assert tail.figures is not None
-        live = plain(tail.figures)
-    report = full_report(job.directory)
+        live = plain(tail.view)
+    report = RunReport(job.directory).to_json()
     assert live["commits"] == report["steps"] == 10 and sum(live["rollbacks"].values()) == 2
     assert live["checkpoint_step"] == 8 and live["samples"] and live["healed_bytes"]["1"]
     assert live["group_present"] == {"0": 1, "1": 1}
@@ -171,7 +179,7 @@ def test_served_figures_equal_the_report(process: MetricsProcess, job: LiveJob) 
     job.eventful()
     process.follow(job.directory)
     wait_until(lambda: text_at(process.url) != "", "the figures are served", WAIT_S)
-    served, report = scrape(process.url), plain(figures_of(job.directory))
+    served, report = scrape(process.url), plain(history_of(job.directory))
     assert served["rollbacks"].keys() == {str(code) for code in CauseCode}
     for name, value in report.items():
         if isinstance(value, dict):

@@ -23,15 +23,7 @@ from fft.trace import audit, ends, flow
 from fft.trace.audit import NO_END, audit_dir, read_lines
 from fft.trace.barriers import Barriers
 from fft.trace.format import chain
-from fft.trace.report import (
-    course_of,
-    fault_table,
-    fired,
-    incidents,
-    input_wait,
-    save_plan,
-    taint,
-)
+from fft.trace.report import RunReport, fault_table, history_of, save_plan
 from fft.trace.writer import TraceWriter, trace_path
 
 
@@ -220,7 +212,7 @@ def test_a_job_that_ended_for_its_replicas_differ_is_no_good_run(
     assert most in text
     assert "ended with Diverged; steps 1 to 2 are tainted" in text
     assert report.to_json()["tainted_steps"] == [1, 2]
-    assert "steps 1 to 2 are tainted" in str(taint(tmp_path))
+    assert "steps 1 to 2 are tainted" in str(RunReport(tmp_path).taint())
     assert text.splitlines()[-1].startswith("verdict: DIVERGED: the job ended")
     assert CliRunner().invoke(app, ["audit", str(tmp_path)]).exit_code == 1
 
@@ -229,7 +221,7 @@ def test_replicas_that_differed_and_were_healed_are_reported(tmp_path: Path) -> 
     _apart(tmp_path, 3, on_divergence="heal")
     report = audit_dir(tmp_path)
     assert report.ok and not report.diverged
-    assert report.tainted is None and taint(tmp_path) is None
+    assert report.tainted is None and RunReport(tmp_path).taint() is None
     assert "bad on 1/0#1; the job went on, and the state of 1/0#1 was given up" in report.render()
 
 
@@ -275,9 +267,9 @@ def test_the_report_names_the_faults_that_did_not_fire(tmp_path: Path) -> None:
     assert "x (exception, step 9, phase vote, group 0 rank 0)" in printed
     trace.note("inject", {"name": "x", "kind": "exception", "phase": "vote", "step": 9})
     trace.close()
-    assert fired(tmp_path) == "all 1 requested faults have fired"
+    assert RunReport(tmp_path).fired() == "all 1 requested faults have fired"
     save_plan(tmp_path, FaultPlan(faults=[]))
-    assert fired(tmp_path) is None
+    assert RunReport(tmp_path).fired() is None
 
 
 def first(directory: Path) -> Path:
@@ -592,7 +584,7 @@ def test_a_directory_without_traces_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_report_has_a_row_for_each_incident(traces: Path) -> None:
-    found = incidents(traces)
+    found = RunReport(traces).incidents
     assert [i.attempts_lost for i in found].count(1) == 2
     assert sum(i.bytes_healed for i in found) == 100
     assert any("boom" in i.noticed for i in found)
@@ -619,12 +611,12 @@ def test_report_shows_injected_faults_that_end_one_epoch_in_one_row(tmp_path: Pa
     job.step()
     inject("late", first)
     job.close()
-    found = [each for each in incidents(tmp_path) if not each.is_planned]
+    found = [each for each in RunReport(tmp_path).incidents if not each.is_planned]
     assert [each.fault.partition(" ")[0] for each in found] == ["early", "cut", "stop", "late"]
     early, cut, stop, late = found
     assert "boom" in early.noticed and early.n == cut.n == stop.n > 0, "no join is its consequence"
     assert late.n == 0 and late.noticed == "no epoch ended because of it"
-    table = fault_table(found, course_of(tmp_path))
+    table = fault_table(found, history_of(tmp_path).course)
     assert table is not None and len(table.rows) == 2
 
 
@@ -647,7 +639,7 @@ def test_report_counts_no_fault_at_the_end_of_a_torchft_loop(tmp_path: Path, goe
     job.post(a, Stop("shut down"))
     job.settle()
     job.close()
-    assert [i.noticed for i in incidents(tmp_path)] == (
+    assert [i.noticed for i in RunReport(tmp_path).incidents] == (
         [f"{a.peer}: {b.peer} left: shut down"] if goes_on else []
     )
 
@@ -659,12 +651,12 @@ def test_report_states_the_input_wait_of_steps(tmp_path: Path) -> None:
             data = {"slice": 0, "step": 0, "token": [1, 1], "input_ms": ms}
             trace.note("consumed", data)
         trace.close()
-    assert input_wait(tmp_path) == (
+    assert RunReport(tmp_path).input_wait() == (
         "wait for batches: p50 49.0 ms, p99 99.0 ms; longest on group 1 rank 0: p99 250.0 ms"
     )
     (tmp_path / "none").mkdir()
     TraceWriter(tmp_path / "none", Peer("0", 0, 1)).close()
-    assert input_wait(tmp_path / "none") == "wait for batches: no step has measured it"
+    assert RunReport(tmp_path / "none").input_wait() == "wait for batches: no step has measured it"
 
 
 def test_trace_files_are_named_by_participant(tmp_path: Path) -> None:

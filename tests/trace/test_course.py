@@ -8,39 +8,32 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from traced import TracedJob
+from traced import TracedJob, a_record
 from typer.testing import CliRunner
 
 from fft.cli import app
+from fft.messages.causes import CauseCode
 from fft.messages.progress import Goal
+from fft.messages.protocol import Peer
 from fft.trace.course import Course, TimeLost, readable_cause
 from fft.trace.display import cost
-from fft.trace.read import read_lines, register_records
+from fft.trace.history import History
+from fft.trace.lines import record_of
+from fft.trace.read import merged_lines, read_lines
 from fft.trace.report import (
     Incident,
+    RunReport,
     change_lines,
-    course_of,
     fault_table,
-    full_report,
-    incidents,
+    history_of,
     summary,
     summary_lines,
 )
 from fft.trace.starts import newest_run
 from fft.trace.tail import TraceTail
-
-
-def record(n: int, kind: str, step: int, slices: int, **more: Any) -> dict[str, Any]:
-    place = {"n": n, "kind": kind, "step": step, "epoch": more.pop("epoch", 1), "txn": n}
-    return {**place, "cursor": slices, "batches": slices, **more}
-
-
-def members(*groups: str) -> list[dict[str, str]]:
-    return [{"group": group} for group in groups]
 
 
 def interrupted() -> Course:
@@ -50,29 +43,29 @@ def interrupted() -> Course:
     """
     course = Course(goal=Goal(steps=50, items=1, all_items=200, samples=8))
     n, slices, at = 1, 0, 0.0
-    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), -5.0)
+    course.take(a_record(1, "epoch", 0, 0, members="01"), -5.0)
     for step in range(1, 11):
         n, slices, at = n + 1, slices + 2, at + 0.1
-        course.take(record(n, "commit", step, slices), at)
+        course.take(a_record(n, "commit", step, slices), at)
     cause = "0/0#1: 1/0#1 died (seen by supervisor)"
-    course.take(record(n + 1, "abort", 10, slices, cause=cause, code="died"), at + 0.05)
-    course.take(record(n + 2, "epoch", 10, slices, epoch=2, members=members("0")), at + 0.1)
+    course.take(a_record(n + 1, "abort", 10, slices, cause=cause, code=CauseCode.DIED), at + 0.05)
+    course.take(a_record(n + 2, "epoch", 10, slices, epoch=2, members="0"), at + 0.1)
     n, at = n + 2, at + 0.4
     for step in range(11, 21):
         n, slices, at = n + 1, slices + 1, at + 0.1
-        course.take(record(n, "commit", step, slices, epoch=2, change=step == 20), at)
+        course.take(a_record(n, "commit", step, slices, epoch=2, change=step == 20), at)
     n += 1
-    course.take(record(n, "epoch", 20, slices, epoch=3, members=members("0", "1")), at + 0.01)
+    course.take(a_record(n, "epoch", 20, slices, epoch=3, members="01"), at + 0.01)
     for step in range(21, 31):
         n, slices, at = n + 1, slices + 2, at + 0.1
-        leavers = ["1"] if step == 30 else []
+        leavers = ("1",) if step == 30 else ()
         more = {"change": step == 30, "leavers": leavers}
-        course.take(record(n, "commit", step, slices, epoch=3, **more), at)
-    course.take(record(n + 1, "epoch", 30, slices, epoch=4, members=members("0")), at + 0.01)
+        course.take(a_record(n, "commit", step, slices, epoch=3, **more), at)
+    course.take(a_record(n + 1, "epoch", 30, slices, epoch=4, members="0"), at + 0.01)
     for step in (31, 32):
         n, slices, at = n + 1, slices + 1, at + 0.1
-        more = {"last": step == 32, "leavers": ["0"] if step == 32 else []}
-        course.take(record(n + 1, "commit", step, slices, epoch=4, **more), at)
+        more = {"last": step == 32, "leavers": ("0",) if step == 32 else ()}
+        course.take(a_record(n + 1, "commit", step, slices, epoch=4, **more), at)
     return course
 
 
@@ -107,10 +100,10 @@ def test_report_states_how_many_steps_had_a_smaller_batch() -> None:
         {"samples": 8, "slices": 1, "steps": 12},
     ]
     even = Course()
-    even.take(record(1, "epoch", 0, 0, members=members("0")), 0.0)
+    even.take(a_record(1, "epoch", 0, 0, members="0"), 0.0)
     for step in (1, 2, 3):
-        even.take(record(step + 1, "commit", step, 4 * step), float(step))
-    even.take(record(5, "commit", 3, 16, batches=12, skip=True), 4.0)
+        even.take(a_record(step + 1, "commit", step, 4 * step), float(step))
+    even.take(a_record(5, "commit", 3, 16, batches=12, skip=True), 4.0)
     assert "slices per step: 4 in all steps" in summary_lines(even)
 
 
@@ -125,11 +118,11 @@ def test_course_estimates_the_remaining_time_by_steps_or_data() -> None:
 
 def test_course_reports_untrained_and_repeated_slices() -> None:
     course = Course(goal=Goal(samples=8))
-    course.take(record(1, "epoch", 0, 0, members=members("0")), 0.0)
-    end = {"batches": 2, "returned": [1], "last": True}
-    course.take({**record(2, "commit", 1, 3), **end}, 1.0)
+    course.take(a_record(1, "epoch", 0, 0, members="0"), 0.0)
+    end = {"batches": 2, "returned": (1,), "last": True}
+    course.take(a_record(2, "commit", 1, 3, **end), 1.0)
     assert (course.unused, course.repeated) == (1, 0)
-    course.take({**record(3, "commit", 2, 3), "batches": 4}, 1.0)
+    course.take(a_record(3, "commit", 2, 3, batches=4), 1.0)
     assert course.repeated == 1
 
 
@@ -140,7 +133,7 @@ def test_course_of_traces_has_each_record_once(tmp_path: Path) -> None:
     job.refuse(job.live()[1], "boom")
     job.step()
     job.close()
-    course = course_of(tmp_path)
+    course = history_of(tmp_path).course
     assert (course.steps, len(course.faults), len(course.members)) == (4, 1, 3)
     assert course.faults[0].cost_s is not None
     assert course.faults[0].cause.startswith("group ") and "#" not in course.faults[0].cause
@@ -155,7 +148,12 @@ def test_records_have_the_time_at_which_the_first_process_received_them(tmp_path
     for line in read_lines(tmp_path):
         if found := (line.get("event") or {}).get("record"):
             first.setdefault(found["n"], line["wall"])
-    assert {found["n"]: at for found, at in register_records(tmp_path)} == pytest.approx(first)
+    lines = ((record_of(line), at) for at, _, line, _ in merged_lines(tmp_path))
+    history = History()
+    for record, at in lines:
+        if record is not None:
+            history.take_record(record, at)
+    assert {n: at for n, (at, _) in history._records.items()} == pytest.approx(first)
 
 
 def test_readable_cause_spells_out_group_and_rank() -> None:
@@ -186,7 +184,7 @@ def test_report_leaves_planned_changes_out_of_the_faults(tmp_path: Path) -> None
     job = TracedJob(tmp_path, groups=2)
     job.step()
     job.close()
-    assert fault_table([], course_of(tmp_path)) is None
+    assert fault_table([], history_of(tmp_path).course) is None
 
 
 def test_report_takes_the_newest_run_of_the_current_directory(
@@ -225,7 +223,7 @@ def test_report_states_when_and_at_which_cost_a_group_joined(tmp_path: Path) -> 
     for _ in range(3):
         job.step()
     job.close()
-    (line,) = change_lines(incidents(tmp_path), course_of(tmp_path))
+    (line,) = change_lines(RunReport(tmp_path).incidents, history_of(tmp_path).course)
     form = r"0\.\d\d s, step 5: group 2 joined, fetched 100 bytes; \d+ ms lost"
     assert re.fullmatch(form, line), line
 
@@ -239,9 +237,9 @@ def test_report_counts_the_time_before_a_rollback_to_its_cost(tmp_path: Path) ->
     for _ in range(3):
         job.step()
     job.close()
-    (incident,) = full_report(tmp_path)["incidents"]
+    (incident,) = RunReport(tmp_path).to_json()["incidents"]
     assert incident["at_s"] > 1.0 and incident["lost_s"] > 1.0
-    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    table = fault_table(RunReport(tmp_path).incidents, history_of(tmp_path).course)
     assert table is not None
     at, _, _, lost, *_ = (next(iter(column.cells)) for column in table.columns)
     assert (at, lost) == (f"{incident['at_s']:.2f}", f"{incident['lost_s']:.1f} s")
@@ -256,7 +254,7 @@ def test_report_gives_a_fault_of_a_later_stage_no_figures_of_the_first(tmp_path:
         job.refuse(job.live()[1], cause)
         job.step()
         job.close()
-    table = fault_table(incidents(tmp_path), course_of(tmp_path))
+    table = fault_table(RunReport(tmp_path).incidents, history_of(tmp_path).course)
     assert table is not None
     steps, causes = (list(map(str, column.cells)) for column in table.columns[1:3])
     assert steps == ["3", "-"] and "boom" in causes[0] and "bang" in causes[1]
@@ -269,19 +267,19 @@ def recomputed(every: int, lost: bool = False) -> Course:
     """
     course, n, epoch, slices, at = Course(), 1, 1, 0, 0.0
     groups = ("0", "1")
-    course.take(record(1, "epoch", 0, 0, members=members(*groups)), -5.0)
+    course.take(a_record(1, "epoch", 0, 0, members=groups), -5.0)
     for step in range(12):
         if step % every == 0:
             at, epoch = at + 0.1, epoch + 1
             groups = ("0",) if lost and step >= 6 else groups
-            more = {"cause": "0/0#1: Recompute", "code": "recomputed", "epoch": epoch - 1}
-            course.take(record(n + 1, "abort", step, slices, **more), at)
+            more = {"cause": "0/0#1: Recompute", "code": CauseCode.RECOMPUTED, "epoch": epoch - 1}
+            course.take(a_record(n + 1, "abort", step, slices, **more), at)
             at += 5.0 if lost and step == 6 else 0.0
-            more = {"epoch": epoch, "members": members(*groups)}
-            course.take(record(n + 2, "epoch", step, slices, **more), at)
+            more = {"epoch": epoch, "members": groups}
+            course.take(a_record(n + 2, "epoch", step, slices, **more), at)
             n += 2
         n, slices, at = n + 1, slices + len(groups), at + 0.1
-        course.take(record(n, "commit", step + 1, slices, epoch=epoch), at)
+        course.take(a_record(n, "commit", step + 1, slices, epoch=epoch), at)
     return course
 
 
@@ -308,8 +306,8 @@ def test_course_counts_a_group_lost_during_a_replay() -> None:
 def begun(*groups: str) -> Course:
     """A job with one commit."""
     course = Course()
-    course.take(record(1, "epoch", 0, 0, members=members(*groups)), 0.0)
-    course.take(record(2, "commit", 1, len(groups)), 0.1)
+    course.take(a_record(1, "epoch", 0, 0, members=groups), 0.0)
+    course.take(a_record(2, "commit", 1, len(groups)), 0.1)
     return course
 
 
@@ -319,18 +317,18 @@ def test_course_shows_the_end_of_a_job_as_no_departure() -> None:
 
 def test_course_names_the_commit_with_which_a_group_left() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4, change=True, leavers=["1"]), 0.2)
-    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0")), 0.3)
+    course.take(a_record(3, "commit", 2, 4, change=True, leavers=("1",)), 0.2)
+    course.take(a_record(4, "epoch", 2, 4, epoch=2, members="0"), 0.3)
     (absence,) = course.absences
     assert (absence.n, absence.planned) == (3, True)
 
 
 def test_course_counts_no_group_as_lost_that_left_before_a_fault() -> None:
     course = begun("0", "1", "2")
-    course.take(record(3, "commit", 2, 6, change=True, leavers=["1"]), 0.2)
-    course.take(record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code="died"), 0.3)
-    course.take(record(5, "epoch", 2, 6, epoch=2, members=members("0")), 0.4)
-    course.take(record(6, "commit", 3, 7, epoch=2), 0.5)
+    course.take(a_record(3, "commit", 2, 6, change=True, leavers=("1",)), 0.2)
+    course.take(a_record(4, "abort", 2, 6, cause="0/0#1: 2/0#1 died", code=CauseCode.DIED), 0.3)
+    course.take(a_record(5, "epoch", 2, 6, epoch=2, members="0"), 0.4)
+    course.take(a_record(6, "commit", 3, 7, epoch=2), 0.5)
     (fault,) = course.faults
     assert fault.lost == ("2",) and "group 1" not in cost(fault, course, TimeLost(course))
     table = fault_table([Incident("", fault.cause, None, None, 1, 0, n=fault.n)], course)
@@ -339,42 +337,42 @@ def test_course_counts_no_group_as_lost_that_left_before_a_fault() -> None:
 
 def test_course_divides_time_between_commits_among_the_rollbacks() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
     for n, epoch, at in ((4, 1, 0.5), (6, 2, 1.5)):
-        more = {"cause": "0/0#1: failed", "code": "step_failed", "epoch": epoch}
-        course.take(record(n, "abort", 2, 4, **more), at)
-        again = {"epoch": epoch + 1, "members": members("0", "1")}
-        course.take(record(n + 1, "epoch", 2, 4, **again), at)
+        more = {"cause": "0/0#1: failed", "code": CauseCode.STEP_FAILED, "epoch": epoch}
+        course.take(a_record(n, "abort", 2, 4, **more), at)
+        again = {"epoch": epoch + 1, "members": "01"}
+        course.take(a_record(n + 1, "epoch", 2, 4, **again), at)
     assert [TimeLost(course).by(fault) for fault in course.faults] == [None, None]
-    course.take(record(8, "commit", 3, 6, epoch=3), 1.8)
+    course.take(a_record(8, "commit", 3, 6, epoch=3), 1.8)
     assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.3, 1.2])
     assert TimeLost(course).causes()["faults"] == pytest.approx(1.6 - 0.1), "without one step"
 
 
 def test_course_counts_a_step_that_the_user_skipped_as_no_fault() -> None:
     course = begun("0", "1")
-    course.take(record(3, "abort", 1, 2, skip=True), 0.2)
+    course.take(a_record(3, "abort", 1, 2, skip=True), 0.2)
     assert course.faults == []
 
 
 def test_course_adds_an_epoch_without_commits_to_its_rollback() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
-    course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
+    course.take(a_record(4, "abort", 2, 4, cause="0/0#1: failed", code=CauseCode.STEP_FAILED), 0.3)
     for n in (5, 6):  # the first one is given up before its barrier
-        course.take(record(n, "epoch", 2, 4, epoch=n - 3, members=members("0", "1")), 0.1 * n)
-    course.take(record(7, "commit", 3, 6, epoch=3), 0.9)
+        course.take(a_record(n, "epoch", 2, 4, epoch=n - 3, members="01"), 0.1 * n)
+    course.take(a_record(7, "commit", 3, 6, epoch=3), 0.9)
     lost = TimeLost(course).causes()
     assert lost["faults"] == pytest.approx(0.6) and lost["joins and leaves"] == 0.0
 
 
 def test_course_counts_a_pause_with_a_fault_and_a_join_to_the_fault() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
-    course.take(record(4, "abort", 2, 4, cause="0/0#1: failed", code="step_failed"), 0.3)
-    more = {"epoch": 2, "members": members("0", "1", "2")}
-    course.take(record(5, "epoch", 2, 4, **more), 0.4)
-    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
+    course.take(a_record(4, "abort", 2, 4, cause="0/0#1: failed", code=CauseCode.STEP_FAILED), 0.3)
+    more = {"epoch": 2, "members": "012"}
+    course.take(a_record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(a_record(6, "commit", 3, 7, epoch=2), 1.0)
     (change,), (fault,), times = course.changes, course.faults, TimeLost(course)
     assert change.joined == ("2",) and times.around(change) == 0.0
     assert times.by(fault) == pytest.approx(times.causes()["faults"]) == pytest.approx(0.65)
@@ -382,11 +380,13 @@ def test_course_counts_a_pause_with_a_fault_and_a_join_to_the_fault() -> None:
 
 def test_course_counts_a_join_after_a_recomputed_step_as_a_join() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
-    course.take(record(4, "abort", 2, 4, cause="0/0#1: Recompute", code="recomputed"), 0.3)
-    more = {"epoch": 2, "members": members("0", "1", "2")}
-    course.take(record(5, "epoch", 2, 4, **more), 0.4)
-    course.take(record(6, "commit", 3, 7, epoch=2), 1.0)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
+    course.take(
+        a_record(4, "abort", 2, 4, cause="0/0#1: Recompute", code=CauseCode.RECOMPUTED), 0.3
+    )
+    more = {"epoch": 2, "members": "012"}
+    course.take(a_record(5, "epoch", 2, 4, **more), 0.4)
+    course.take(a_record(6, "commit", 3, 7, epoch=2), 1.0)
     lost = TimeLost(course).causes()
     assert course.faults == [] and lost["faults"] == 0.0
     assert lost["joins and leaves"] == pytest.approx(0.65), "from 0.2 to 1.0, without a step"
@@ -395,9 +395,9 @@ def test_course_counts_a_join_after_a_recomputed_step_as_a_join() -> None:
 def test_course_takes_the_undisturbed_rate_from_epochs_with_two_commits() -> None:
     """A group that joins for the last step leaves the rate of the others as the reference."""
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
-    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1", "2")), 0.2)
-    course.take(record(5, "commit", 3, 7, epoch=2), 0.4)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
+    course.take(a_record(4, "epoch", 2, 4, epoch=2, members="012"), 0.2)
+    course.take(a_record(5, "commit", 3, 7, epoch=2), 0.4)
     assert TimeLost(course).undisturbed_rate == pytest.approx(20.0)
     assert course.goodput == pytest.approx(5 / 0.3 / 20.0)
 
@@ -405,19 +405,19 @@ def test_course_takes_the_undisturbed_rate_from_epochs_with_two_commits() -> Non
 def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> None:
     """The goodput counts from the first commit on."""
     course = Course()
-    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), 0.0)
+    course.take(a_record(1, "epoch", 0, 0, members="01"), 0.0)
     for n, at in ((2, 1.0), (4, 2.0)):
-        more = {"cause": "0/0#1: failed", "code": "step_failed", "epoch": n // 2}
-        course.take(record(n, "abort", 0, 0, **more), at)
-        again = {"epoch": n // 2 + 1, "members": members("0", "1")}
-        course.take(record(n + 1, "epoch", 0, 0, **again), at)
+        more = {"cause": "0/0#1: failed", "code": CauseCode.STEP_FAILED, "epoch": n // 2}
+        course.take(a_record(n, "abort", 0, 0, **more), at)
+        again = {"epoch": n // 2 + 1, "members": "01"}
+        course.take(a_record(n + 1, "epoch", 0, 0, **again), at)
     for n in (6, 7):
-        course.take(record(n, "commit", n - 5, 2 * (n - 5), epoch=3), 4.0 + 0.1 * (n - 6))
+        course.take(a_record(n, "commit", n - 5, 2 * (n - 5), epoch=3), 4.0 + 0.1 * (n - 6))
     assert course.goodput == 1.0 and not any(TimeLost(course).causes().values())
     assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
 
 
-def test_course_merges_synchronization_epochs_with_equal_members() -> None:
+def test_course_merges_synchronization_epochs_with_equal_() -> None:
     """In an asynchronous job each synchronization is an epoch of its own."""
     course, n, slices, at = Course(), 0, 0, 0.0
     groups = ["0", "1"]
@@ -425,11 +425,10 @@ def test_course_merges_synchronization_epochs_with_equal_members() -> None:
         at += 1.0 if epoch == 11 else 0.1
         if epoch == 11:
             groups.append("2")
-        standing = [[{"group": name}, epoch] for name in groups]
-        more = {"epoch": epoch, "members": [], "standing": standing}
-        course.take(record(n + 1, "epoch", epoch - 1, slices, **more), at - 0.05)
+        more = {"epoch": epoch, "standing": groups}
+        course.take(a_record(n + 1, "epoch", epoch - 1, slices, **more), at - 0.05)
         slices += len(groups)
-        course.take(record(n + 2, "commit", epoch, slices, epoch=epoch, change=True), at)
+        course.take(a_record(n + 2, "commit", epoch, slices, epoch=epoch, change=True), at)
         n += 2
     assert [(each.epoch, each.commits) for each in course.epochs] == [(10, 10), (20, 10)]
     (change,), times = course.changes, TimeLost(course)
@@ -440,29 +439,31 @@ def test_course_merges_synchronization_epochs_with_equal_members() -> None:
 def test_goodput_is_at_most_one_if_fewer_groups_are_faster() -> None:
     """Groups that share the cores of a machine are faster while others are absent."""
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4), 0.2)
-    course.take(record(4, "commit", 2, 4, change=True, leavers=["1"]), 0.2)
-    course.take(record(5, "epoch", 2, 4, epoch=2, members=members("0")), 0.2)
+    course.take(a_record(3, "commit", 2, 4), 0.2)
+    course.take(a_record(4, "commit", 2, 4, change=True, leavers=("1",)), 0.2)
+    course.take(a_record(5, "epoch", 2, 4, epoch=2, members="0"), 0.2)
     for n in range(6, 16):
-        course.take(record(n, "commit", n - 3, n - 1, epoch=2), 0.2 + 0.02 * (n - 5))
+        course.take(a_record(n, "commit", n - 3, n - 1, epoch=2), 0.2 + 0.02 * (n - 5))
     assert course.mean_rates is not None and course.mean_rates[1] > 25.0
     assert course.goodput == 1.0 and TimeLost(course).causes()["absent groups"] == 0.0
 
 
 def test_course_counts_the_pause_for_a_group_that_failed_to_join() -> None:
     course = begun("0", "1")
-    course.take(record(3, "commit", 2, 4, change=True), 0.2)
-    course.take(record(4, "epoch", 2, 4, epoch=2, members=members("0", "1")), 0.3)
-    course.take(record(5, "commit", 3, 6, epoch=2), 1.0)
+    course.take(a_record(3, "commit", 2, 4, change=True), 0.2)
+    course.take(a_record(4, "epoch", 2, 4, epoch=2, members="01"), 0.3)
+    course.take(a_record(5, "commit", 3, 6, epoch=2), 1.0)
     assert course.changes == []
     assert TimeLost(course).causes()["joins and leaves"] == pytest.approx(0.7)
 
 
 def test_course_names_the_lost_group_where_a_survivor_noticed_the_loss() -> None:
     def fault(cause: str, *accused: str) -> str:
-        course, peers = begun("0", "1"), [[g, 0, 1] for g in accused]
-        course.take(record(3, "abort", 1, 2, cause=cause, code="failed", accused=peers), 0.3)
-        course.take(record(4, "epoch", 1, 2, epoch=2, members=members("0")), 0.4)
+        course, peers = begun("0", "1"), tuple(Peer(g, 0, 1) for g in accused)
+        course.take(
+            a_record(3, "abort", 1, 2, cause=cause, code=CauseCode.STEP_FAILED, accused=peers), 0.3
+        )
+        course.take(a_record(4, "epoch", 1, 2, epoch=2, members="0"), 0.4)
         return course.faults[0].cause
 
     closed = "0/0#1: RuntimeError: Connection closed by peer"
@@ -475,13 +476,13 @@ def test_course_names_the_lost_group_where_a_survivor_noticed_the_loss() -> None
 def test_course_counts_an_evaluation_beside_a_fault_as_no_loss() -> None:
     """A group dies while the script evaluates for 25 s between two steps of 0.1 s."""
     course = Course(idle=[(1.0, 26.0), (1.0, 25.5), (90.0, 95.0)])
-    course.take(record(1, "epoch", 0, 0, members=members("0", "1")), 0.0)
+    course.take(a_record(1, "epoch", 0, 0, members="01"), 0.0)
     for step in range(1, 11):
-        course.take(record(1 + step, "commit", step, 2 * step), step / 10)
-    course.take(record(12, "abort", 10, 20, cause="0/0#1: 1/0#1 died", code="died"), 20.0)
-    course.take(record(13, "epoch", 10, 20, epoch=2, members=members("0", "1")), 26.1)
+        course.take(a_record(1 + step, "commit", step, 2 * step), step / 10)
+    course.take(a_record(12, "abort", 10, 20, cause="0/0#1: 1/0#1 died", code=CauseCode.DIED), 20.0)
+    course.take(a_record(13, "epoch", 10, 20, epoch=2, members="01"), 26.1)
     for step in range(11, 21):
-        course.take(record(3 + step, "commit", step, 2 * step, epoch=2), 26.3 + (step - 11) / 10)
+        course.take(a_record(3 + step, "commit", step, 2 * step, epoch=2), 26.3 + (step - 11) / 10)
     lost, (fault,) = TimeLost(course), course.faults
     assert lost.by(fault) == pytest.approx(0.2) == lost.causes()["faults"]
     assert course.goodput == pytest.approx(1.9 / 2.1, rel=1e-6)
@@ -502,7 +503,7 @@ def test_report_leaves_an_evaluation_out_of_the_cost_of_a_fault(tmp_path: Path) 
         for _ in range(3):
             job.step()
         job.close()
-        (incident,) = full_report(folder)["incidents"]
+        (incident,) = RunReport(folder).to_json()["incidents"]
         live = TraceTail(folder).poll().course  # of `fft run` and its metrics
         (fault,) = live.faults
         assert TimeLost(live).by(fault) == pytest.approx(incident["lost_s"], abs=0.1)

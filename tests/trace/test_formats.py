@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.messages.causes import CauseCode
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_audit_finds_a_changed_code_in_a_new_trace(tmp_path: Path) -> None:
 
 
 def test_report_shows_the_causes_of_old_traces(old: Path) -> None:
-    assert [one.noticed for one in incidents(old)] == [
+    assert [one.noticed for one in RunReport(old).incidents] == [
         "0/0#1: ValueError: boom",
         "0/0#1: 1/0#1 died:  (seen by sim)",
         "a group asked to join",

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from jobs import Hasty, Job, calm, go_on_without, history_of, wander
 
 from fft.messages.protocol import Healed, Ready
-from fft.protocol.invariants import Finding, History
-from fft.trace.audit import read_trace, replay, trace_files
+from fft.protocol.invariants import Finding, History, Move
+from fft.trace.audit import trace_files
 from fft.trace.barriers import execution_of, judge_live_sets
 from fft.trace.live_sets import (
     Event,
@@ -38,6 +38,8 @@ from fft.trace.live_sets import (
     timed,
     unheard,
 )
+from fft.trace.read import TraceFile
+from fft.trace.replay import Replay
 
 Timed = dict[str, list[tuple[float, Event]]]
 
@@ -624,9 +626,11 @@ def test_traces_of_real_managers(tmp_path: Path) -> None:
         job.run(lambda member: member.train(3, body=body))
     history = History()
     for path in trace_files(tmp_path / "traces"):
-        for move, _, difference in replay(read_trace(path)):
-            assert difference is None
-            history.moves.setdefault(move.peer, []).append(move)
+        replayed = Finding("replay")
+        for move in Replay(TraceFile(path), replayed).run():
+            if isinstance(move, Move):
+                history.moves.setdefault(move.peer, []).append(move)
+        assert replayed.violation is None, replayed
     finding = judge_live_sets(history)
     assert finding.violation is None, finding
     assert finding.checks == left(history) >= 4

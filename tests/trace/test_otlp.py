@@ -23,7 +23,7 @@ from waiting import wait_until
 from fft.cli import app
 from fft.errors import FftError
 from fft.trace.figures import FIGURES, plain
-from fft.trace.report import figures_of
+from fft.trace.report import history_of
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is missing")
 
@@ -122,7 +122,7 @@ def test_export_sends_attempts_rollbacks_transfers_and_figures(
         assert of(part)["fft.txn"] == of(whole)["fft.txn"]
     steps = [of(span) for span in parts if span.name == "step"]
     commits = Counter(each["fft.step"] for each in steps if each["fft.outcome"] == "committed")
-    figures = plain(figures_of(traces))
+    figures = plain(history_of(traces))
     assert sorted(commits) == list(range(figures["commits"])) and commits[0] == 2
     assert {each["fft.outcome"] for each in steps} == {"committed", "rolled back", "lost"}
     rollbacks = [of(span) for span in parts if span.name == "rollback"]
@@ -237,6 +237,6 @@ def test_collector_passes_on_all_that_was_exported(
         assert sent > 20 and figures > 10
         # by id: a request whose answer comes late is sent again
         wait_until(lambda: len({span.span_id for span in receiver.spans}) == sent, "all spans")
-        measured = figures_of(traces)
+        measured = history_of(traces)
         names = {f"fft.{figure.name}" for figure in FIGURES if figure.values(measured)}
         wait_until(lambda: receiver.metrics.keys() == names, "all figures with values")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fft.cli import app
 from fft.messages.protocol import Peer
-from fft.trace.report import course_of
+from fft.trace.report import history_of
 from fft.trace.writer import TraceWriter
 
 pytest.importorskip("perfetto.trace_builder.proto_builder", reason="perfetto is missing")
@@ -90,7 +90,7 @@ def test_file_has_a_track_for_each_rank_and_one_for_the_job(traces: Path, tmp_pa
     done = CliRunner().invoke(app, ["report", str(traces), "--perfetto", str(out)])
     assert done.exit_code == 0 and "ui.perfetto.dev" in done.stdout
     found = Parsed(out)
-    everything = list(range(course_of(traces).step))
+    everything = list(range(history_of(traces).course.step))
     for group, steps in (("0", everything), ("1", [s for s in everything if s != 5])):
         slices = found.slices[(f"group {group}", "rank 0")]
         committed = [each for each in slices if each.facts.get("outcome") == "committed"]

@@ -18,7 +18,7 @@ from fft.messages.protocol import Applied, Event, Healed, Peer, Record
 from fft.trace import resumed
 from fft.trace.audit import NO_END, audit_dir
 from fft.trace.last_lines import forget_ends, note_ends
-from fft.trace.report import went_on
+from fft.trace.report import RunReport
 from fft.trace.resumed import audit_job
 from fft.trace.starts import start_folders
 from fft.trace.writer import TraceWriter
@@ -96,9 +96,11 @@ def test_starts_with_gaps_are_judged_by_the_existing_records(root: Path) -> None
     text = audit_job(root).render()
     assert "verdict: no step could be checked; INCOMPLETE: no violation in what was written" in text
     assert "note: g7r0i1.jsonl is empty: its process ended before it joined, or found" in text
-    assert "started again at a step that its traces do not tell: fft report" in str(went_on(root))
-    assert "had come to step 9 when it ended" in str(went_on(root))
-    assert "at least when it ended" in str(went_on(root / "start2", has_gaps=True))
+    assert "started again at a step that its traces do not tell: fft report" in str(
+        RunReport(root).went_on()
+    )
+    assert "had come to step 9 when it ended" in str(RunReport(root).went_on())
+    assert "at least when it ended" in str(RunReport(root / "start2").went_on())
 
 
 def with_a_gap(path: Path) -> None:

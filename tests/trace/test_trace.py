@@ -13,9 +13,10 @@ import pytest
 from forked import Forked, as_main
 
 from fft.messages.protocol import Peer
-from fft.trace.audit import audit_dir, read_trace
+from fft.trace.audit import audit_dir
 from fft.trace.format import scope_folder
-from fft.trace.report import damages
+from fft.trace.read import TraceFile
+from fft.trace.report import RunReport
 from fft.trace.writer import TraceWriter
 
 LIMITED = """
@@ -40,9 +41,10 @@ def written(directory: Path, script: str) -> tuple[list[dict], str]:
         [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    trace = read_trace(directory / "g0r0i1.jsonl")
+    trace = TraceFile(directory / "g0r0i1.jsonl")
+    lines = [line for _, line in trace.lines()]
     assert trace.damage is None and not trace.torn, trace
-    return [line for _, line in trace.lines], done.stderr
+    return lines, done.stderr
 
 
 def numbers(lines: list[dict]) -> list[object]:
@@ -124,7 +126,7 @@ def test_a_gap_of_a_further_stage_is_reported(tmp_path: Path) -> None:
         if folder != tmp_path:
             writer.write("gap", {"lost": 7})
         writer.close()
-    assert damages(tmp_path) == ["g0r1i1.jsonl:2: 7 lines are missing here"]
+    assert RunReport(tmp_path).damages == ["g0r1i1.jsonl:2: 7 lines are missing here"]
 
 
 TRAINS = """

@@ -37,7 +37,7 @@ from types import FrameType
 import torch
 
 from fft.messages.protocol import Peer
-from fft.trace.read import read_trace
+from fft.trace.read import TraceFile
 from fft.trace.writer import TraceWriter
 from fft.train.guard.interrupt import Interrupted, Interrupter
 from fft.train.guard.unsafe_places import Safety, classify, guarded
@@ -286,9 +286,11 @@ class Traced(Thing):
         self.writer.note("last", {})
         self.writer.close()
         assert self.writer.path is not None
-        damage = read_trace(self.writer.path).damage
+        trace = TraceFile(self.writer.path)
+        for _ in trace.lines():
+            pass
         self.open()
-        return damage is not None
+        return trace.damage is not None
 
 
 def _filters() -> object:

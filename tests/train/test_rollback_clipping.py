@@ -25,7 +25,7 @@ import fft
 from fft.bus import serve_tcp
 from fft.bus.tcpserver import host_store
 from fft.trace.audit import audit_dir
-from fft.trace.report import incidents
+from fft.trace.report import RunReport
 from fft.train.state.step_state import StepState
 
 STEPS = 6
@@ -165,7 +165,7 @@ def test_clipping_by_the_norm_goes_on_and_leaves_no_trace_of_a_fault(
     assert report.ok, report.render()
     assert report.commits == STEPS
     assert report.bytes_healed == 0
-    lost = sum(incident.attempts_lost for incident in incidents(root / case))
+    lost = sum(incident.attempts_lost for incident in RunReport(root / case).incidents)
     if case in ("calm", "late"):
         assert lost == 0, "nothing failed, and nothing was rolled back"
     elif case != "after-vote":  # the commit may have been faster

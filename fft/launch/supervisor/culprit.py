@@ -17,7 +17,7 @@ from fft.bus.token import JobToken
 from fft.errors import FftError
 from fft.operate.client import JobClient
 from fft.operate.diagnosis.rounds import Report, diagnose, evict_group
-from fft.trace.blame import Rollback
+from fft.trace.course import Rollback
 
 logger = logging.getLogger(__name__)
 

@@ -677,7 +677,7 @@ class Supervisor:
         self._report_standstill(view)
         if self._ending.drain_until is None:
             going = [g for g in self._groups.values() if g.living or g.restart_at is not None]
-            self._diagnoser.look(view.history.run, len(going) - self._config.min_groups)
+            self._diagnoser.look(view.course.run, len(going) - self._config.min_groups)
             self._look_whether_over()
         if self._ending.drain_until is None and self._faults.are_over(view):
             self._judgement.is_plan_through = True
@@ -1121,7 +1121,9 @@ class Supervisor:
         """
         now = time.monotonic()
         waiting = any(
-            group.living and not self._has_committed(group) for group in self._groups.values()
+            (group.living or (group.spans and group.restart_at is not None))
+            and not self._has_committed(group)
+            for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
         if self._ending.over or not (waiting or at_once):

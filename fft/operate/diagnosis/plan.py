@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Literal
 
-from fft.trace.blame import Place, Rollback, named_by_all, place_text
+from fft.trace.course import Place, Rollback, named_by_all, place_text
 
 How = Literal["failed", "silent", "slow", "rollbacks"]
 Confidence = Literal["high", "medium"]

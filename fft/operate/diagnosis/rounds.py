@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from fft.operate.diagnosis.plan import (
     next_pairs,
 )
 from fft.operate.drain import evict
-from fft.trace.blame import History, Place, Rollback, place_text
+from fft.trace.course import Place, Rollback, place_text
+from fft.trace.history import History
 from fft.trace.tail import TraceTail
 
 LIMIT_S = 20.0
@@ -297,10 +299,11 @@ def _heard(ear: Ear, head: Record, before: Sequence[Rollback]) -> list[Rollback]
     history = History()
     words = ear.words(time.monotonic() + _DRAIN_S)
     for record in (head, *(word.record for word in words if isinstance(word, Packed))):
-        history.take(asdict(record))
+        history.take_record(record, 0.0)
+    found = history.course.run
     if not before:
-        return history.run
-    run = {one.n: one for one in (*before, *history.run) if one.step == before[0].step}
+        return found
+    run = {one.n: one for one in (*before, *found) if one.step == before[0].step}
     return [run[n] for n in sorted(run)]
 
 
@@ -366,11 +369,8 @@ def _innocent(report: Report, rank: Place) -> str:
 
 def traced_rollbacks(directory: Path) -> list[Rollback]:
     """Return the rollbacks since the last commit, from the traces of a job."""
-    tail = TraceTail(directory)
-    try:
-        return tail.poll().history.run
-    finally:
-        tail.close()
+    with closing(TraceTail(directory)) as tail:
+        return tail.poll().course.run
 
 
 def evict_culprits(desk: JobClient, report: Report) -> None:

@@ -31,7 +31,7 @@ from fft.messages.commands import (
 from fft.messages.fault_plans import Fault as InjectableFault
 from fft.messages.protocol import Peer
 from fft.operate.diagnosis.plan import Outcome
-from fft.trace.blame import Place
+from fft.trace.course import Place
 from fft.train.guard.injector import InjectedFault, Injector
 from fft.train.process_groups.epoch_groups import EpochGroups
 from fft.train.process_groups.sockets import lose_connections
