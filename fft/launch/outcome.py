@@ -8,11 +8,8 @@ verdict beside the traces.
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +18,11 @@ from fft.errors import FftError
 from fft.launch.bad_hosts import lines
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
+from fft.launch.supervisor.judgement import VERDICT
 from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.exits import Exit, decode_exit, exit_register
 from fft.messages.protocol import UnreadableMessage
-
-logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 """Interval between two reads of the registers, in seconds; nothing announces a release."""
@@ -133,18 +129,9 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
 # --- in the traces ---
 
 
-def keep(folder: Path, status: ExitStatus, lines: Sequence[str]) -> None:
-    """Keep the verdict of a supervisor beside the traces of its start, for ``fft report``."""
-    path = folder / f"verdict-{socket.gethostname()}-{os.getpid()}.json"
-    try:
-        path.write_text(json.dumps({"status": int(status), "lines": list(lines)}) + "\n")
-    except OSError as error:
-        logger.warning("fft report will not show how the job has ended: %s", error)
-
-
 def kept(folder: Path) -> list[str]:
     """Describe how a start has ended, by the verdicts of its supervisors, and name bad hosts."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("verdict-*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{VERDICT}-*.json"))]
     statuses = [ExitStatus(each["status"]) for each in found]
     whole = first(WHOLE, Statuses(statuses, has_progressed=True)).then
     ended = [f"the job has ended: {IN_A_WORD[whole]}"] if found else []

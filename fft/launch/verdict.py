@@ -93,7 +93,7 @@ class Failure:
 
 
 class Next(NamedTuple):
-    """What follows: a restart, or the end of the group or of the job for a reason."""
+    """The consequence: a restart, or the end of the group or of the job for a reason."""
 
     ends: Literal["", "group", "job"]
     why: str = ""
@@ -151,7 +151,7 @@ AFTER: tuple[Case[Failure, Next], ...] = (
     Case("again", lambda e: e.again, _group("group {group} failed in the same place again")),
     Case("once", lambda e: True, _RESTART),
 )  # fmt: skip
-"""What follows the end of a group that an error has ended.
+"""The consequences of the end of a group that an error has ended.
 
 A mistake recurs wherever the script runs. So the failure of one group proves nothing once others
 have committed steps with the same script. Transient errors (a connection, a device) are left to
@@ -271,7 +271,7 @@ class GroupEnd:
 
     Attributes:
         exits: Those of its newest processes, by rank.
-        fate: What an operator or the launcher has done with it.
+        fate: Its end by an operator or the launcher.
         has_committed: One of its processes has ever committed a step.
         is_told: Why it was not taken back is a remark already.
     """
@@ -321,9 +321,9 @@ class JobEnd:
     Attributes:
         head: The newest record of the job.
         reached: The last step of the ranks of each number, which may have their own scope.
-        problems: What the launcher has found to be wrong.
+        problems: Problems that the launcher has found.
         given_up: Those of them that only cost the job one of its groups.
-        remarks: What it has found besides.
+        remarks: Its other findings.
         asked_to_end: It has received a signal that drains the job.
         is_over: All groups have left with one commit.
         hopeless: The script itself is wrong, so the ends of its groups are not reported.

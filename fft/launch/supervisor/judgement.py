@@ -6,8 +6,11 @@ and detects ranks that end too early, never begin, or die at the same step again
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +36,9 @@ from fft.trace.ends import Taint
 from fft.trace.tail import JobView, RankView
 
 logger = logging.getLogger(__name__)
+
+VERDICT = "verdict"
+"""Beginning of the names of files that keep verdicts, for ``fft report``."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,14 @@ class JobOutcome:
         if self.status is not None:
             return self.status
         return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED
+
+    def keep(self, folder: Path) -> None:
+        """Keep the verdict of this supervisor beside the traces of its start."""
+        path = folder / f"{VERDICT}-{socket.gethostname()}-{os.getpid()}.json"
+        try:
+            path.write_text(json.dumps({"status": self.exit_status, "lines": self.lines}) + "\n")
+        except OSError as error:
+            logger.warning("fft report will not show how the job has ended: %s", error)
 
 
 @dataclass(kw_only=True)
