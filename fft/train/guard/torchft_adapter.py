@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torchft.process_group
 from torch._C._distributed_c10d import Store
@@ -32,13 +32,7 @@ class _Attribute(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.private = f"_{name}"
 
-    @overload
-    def __get__(self, adapter: None, owner: type) -> _Attribute[T]: ...
-    @overload
-    def __get__(self, adapter: TorchftAdapter, owner: type) -> T: ...
-    def __get__(self, adapter: TorchftAdapter | None, owner: type) -> T | _Attribute[T]:
-        if adapter is None:
-            return self
+    def __get__(self, adapter: TorchftAdapter, owner: type) -> T:
         value: T = getattr(adapter.of, self.private)
         return value
 
