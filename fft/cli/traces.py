@@ -53,9 +53,8 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
-    from fft.launch.bad_hosts import bad_hosts, lines
+    from fft.launch.outcome import kept
     from fft.trace.report import RunReport
-    from fft.trace.starts import root_of
 
     with plain_errors():
         folder = trace_folder(directory)
@@ -77,11 +76,11 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            told = {**RunReport(folder).to_json(), "bad_hosts": bad_hosts(root_of(folder))}
+            told = RunReport(folder).to_json() | {"ended": kept(folder)}
             put(json.dumps(told, indent=2) + "\n")
             return
         found = RunReport(folder)
-        shown = [*found.parts(), *lines(root_of(folder))]
+        shown = [*found.parts(), *kept(folder)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

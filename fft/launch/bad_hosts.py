@@ -1,7 +1,7 @@
 """A memory of bad hosts in the directory of a job: which were excluded, or lost more than others.
 
-Supervisors on all hosts append to one file, `MARKS`. `LIST` has the names of the bad hosts alone,
-one on each line, for scripts of schedulers.
+Supervisors on all hosts append to one file, `MARKS`, in the folder of all starts. `LIST` has the
+names of the bad hosts alone, one on each line, for scripts of schedulers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
+from fft.trace.starts import root_of
+
 logger = logging.getLogger(__name__)
 
-MARKS, LIST = "hosts.jsonl", "bad-hosts"
+MARKS, LIST = "host-marks", "bad-hosts"  # `*.jsonl` are traces
 _REPEATED = 3
 """Number of losses from which on a host is bad, if the median host has less than half as many."""
 _SHOWN = 3
@@ -31,9 +33,10 @@ def own_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def mark(root: Path, host: str, kind: Kind, why: str = "") -> None:
+def mark(folder: Path, host: str, kind: Kind, why: str = "") -> None:
     """Remember that a host takes part (``here``), had a loss, or was the cause of an exclusion."""
     line = json.dumps({"host": host, "kind": kind, "why": why, "at": round(time.time())})
+    root = root_of(folder)
     new = root / f"{LIST}.{own_name()}.{os.getpid()}"
     try:
         with (root / MARKS).open("a") as file:
@@ -44,9 +47,9 @@ def mark(root: Path, host: str, kind: Kind, why: str = "") -> None:
         logger.warning("bad hosts are not remembered in %s: %s", root, error)
 
 
-def bad_hosts(root: Path) -> dict[str, list[str]]:
+def bad_hosts(folder: Path) -> dict[str, list[str]]:
     """Return the bad hosts with the reasons, the worst first: at most half of all hosts."""
-    marks = _read(root)
+    marks = _read(folder)
     hosts = {mark["host"] for mark in marks}
     lost = Counter(mark["host"] for mark in marks if mark["kind"] == "lost")
     excluded = Counter(mark["host"] for mark in marks if mark["kind"] == "excluded")
@@ -58,20 +61,20 @@ def bad_hosts(root: Path) -> dict[str, list[str]]:
     return {host: why[host] for host in bad[: len(hosts) // 2]}
 
 
-def is_bad(root: Path) -> bool:
+def is_bad(folder: Path) -> bool:
     """Return whether this host is a bad one of the job."""
-    return own_name() in bad_hosts(root)
+    return own_name() in bad_hosts(folder)
 
 
-def lines(root: Path) -> list[str]:
+def lines(folder: Path) -> list[str]:
     """Describe each bad host in one line, with the newest reasons."""
-    found = bad_hosts(root).items()
+    found = bad_hosts(folder).items()
     return [f"bad host {host} ({len(why)}): {'; '.join(why[-_SHOWN:])}" for host, why in found]
 
 
-def _read(root: Path) -> list[dict[str, Any]]:
+def _read(folder: Path) -> list[dict[str, Any]]:
     try:
-        text = (root / MARKS).read_text()
+        text = (root_of(folder) / MARKS).read_text()
     except FileNotFoundError:
         return []
     found = list[dict[str, Any]]()

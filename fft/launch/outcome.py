@@ -1,23 +1,32 @@
 """The outcome of a whole job, judged from its bus after, or while, its supervisors end.
 
 Each `fft run` writes its exit status to the bus when it releases its groups. A scheduler does not
-know it: `srun`, for example, also returns 0 when a node was lost. Accesses only the bus.
+know it: `srun`, for example, also returns 0 when a node was lost. A supervisor also keeps its
+verdict beside the traces.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fft.bus import ErrorBus
 from fft.errors import FftError
+from fft.launch.bad_hosts import lines
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
-from fft.launch.verdict import WHOLE, GroupEnd, Parts, first, in_words
+from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.exits import Exit, decode_exit, exit_register
 from fft.messages.protocol import UnreadableMessage
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 """Interval between two reads of the registers, in seconds; nothing announces a release."""
@@ -70,7 +79,7 @@ class Outcome:
         begun = min((h.begun for h in self.holders.values() if h is not None), default=0)
         held = [None if h is None else h.status for h in self.holders.values()]
         statuses = [None if status is None else ExitStatus(status) for status in held]
-        return first(WHOLE, Parts(statuses, self.step > begun)).then
+        return first(WHOLE, Statuses(statuses, self.step > begun)).then
 
     def __str__(self) -> str:
         return f"{IN_A_WORD[self.status]}, {self.so_far}"
@@ -119,3 +128,24 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
         if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found
         time.sleep(_LOOK_S)
+
+
+# --- in the traces ---
+
+
+def keep(folder: Path, status: ExitStatus, lines: Sequence[str]) -> None:
+    """Keep the verdict of a supervisor beside the traces of its start, for ``fft report``."""
+    path = folder / f"verdict-{socket.gethostname()}-{os.getpid()}.json"
+    try:
+        path.write_text(json.dumps({"status": int(status), "lines": list(lines)}) + "\n")
+    except OSError as error:
+        logger.warning("fft report will not show how the job has ended: %s", error)
+
+
+def kept(folder: Path) -> list[str]:
+    """Describe how a start has ended, by the verdicts of its supervisors, and name bad hosts."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("verdict-*.json"))]
+    statuses = [ExitStatus(each["status"]) for each in found]
+    whole = first(WHOLE, Statuses(statuses, has_progressed=True)).then
+    ended = [f"the job has ended: {IN_A_WORD[whole]}"] if found else []
+    return [*ended, *(line for each in found for line in each["lines"]), *lines(folder)]

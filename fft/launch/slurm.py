@@ -41,16 +41,24 @@ export FFT_TOKEN_FILE="$run/job.token"
 alive() { kill -0 "$@" 2>/dev/null; }
 # The last task of an array has the id of the whole array.
 id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-requeue() { scontrol requeue "${id:-$SLURM_JOB_ID}" && { avoid; exit 0; }; }
-# The next allocation has no host that FFT has found to be bad, if there are enough others.
-avoid() {
-  local list="$run/traces/bad-hosts" given
+# Print the hosts that the next allocation must not have: those that FFT has found to be bad, if
+# there are enough others, and those that the user has excluded.
+excluded() {
+  local list="$run/traces/bad-hosts" others
   [ -s "$list" ] || return
-  [ "$(sinfo -hN -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u |
-    grep -vxFcf "$list")" -ge "$SLURM_JOB_NUM_NODES" ] || return
-  given=$(squeue -h -j "${id:-$SLURM_JOB_ID}" -o %x | grep -vx '(null)')
-  scontrol update JobId="${id:-$SLURM_JOB_ID}" ExcNodeList="${given:+$given,}$(paste -sd, "$list")"
+  others=$(sinfo -hN -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u |
+    grep -vxFcf "$list")
+  [ "$others" -ge "$SLURM_JOB_NUM_NODES" ] || return
+  { squeue -h -j "$1" -o %x | grep -v '(null)'; cat "$list"; } | grep . | paste -sd,
 }
+# SLURM sends SIGTERM to all processes of a job that it puts back into the queue.
+requeue() (
+  job=${id:-$SLURM_JOB_ID} bad=$(excluded "${id:-$SLURM_JOB_ID}")
+  trap '' TERM
+  scontrol requeue "$job" || exit
+  [ -z "$bad" ] || scontrol update JobId="$job" ExcNodeList="$bad"
+  :
+)
 tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
 """
 
@@ -105,8 +113,8 @@ kill "$over" 2>/dev/null
 status=$?
 case $stop:$status in
   *:0 | *:3) exit 0 ;;         # complete, perhaps with fewer groups
-  requeue:* | :75) requeue ;;  # warned, or drained, or a lost node ended the job
-  :2) requeue ;;               # the bus was lost
+  requeue:* | :75) requeue && exit 0 ;;  # warned, or drained, or a lost node ended the job
+  :2) requeue && exit 0 ;;     # the bus was lost
 esac
 exit "$status"
 """
@@ -135,7 +143,7 @@ while :; do
 done
 case $stop:$status in
   *:0 | *:3) touch "$run/complete"; scancel --quiet --state=PENDING "$(< "$run/array")"; exit 0 ;;
-  requeue:* | :2) requeue ;;  # warned, or the bus was lost
+  requeue:* | :2) requeue && exit 0 ;;  # warned, or the bus was lost
 esac
 exit "$status"
 """
@@ -144,7 +152,7 @@ _GROUP = """
 until [ -s "$run/bus" ]; do
   if [ -e "$run/complete" ] || [ "$stop" = end ]; then exit 0; fi
   if [ "$SECONDS" -gt 600 ]; then echo "no bus has come within 600 s" >&2; exit 1; fi
-  if [ "$stop" = requeue ]; then requeue; fi
+  if [ "$stop" = requeue ]; then requeue && exit 0; fi
   tick
 done
 export "$(< "$run/bus")"
@@ -157,11 +165,11 @@ status=$?
 child=
 case $stop:$status in
   *:0 | *:3) exit 0 ;;
-  requeue:* | :75) requeue ;;
+  requeue:* | :75) requeue && exit 0 ;;
 esac
 # If the bus was lost, the job goes on when its bus is back.
 "${fft[@]}" launch outcome --groups @GROUPS@
-if [ $? = 2 ] && [ -z "$stop" ]; then requeue; fi
+if [ $? = 2 ] && [ -z "$stop" ]; then requeue && exit 0; fi
 exit "$status"
 """
 

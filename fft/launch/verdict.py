@@ -45,7 +45,7 @@ F = TypeVar("F")
 T = TypeVar("T")
 
 
-class Row(NamedTuple, Generic[F, T]):
+class Case(NamedTuple, Generic[F, T]):
     """A row of a table: its name, its condition, and what follows."""
 
     name: str
@@ -53,7 +53,7 @@ class Row(NamedTuple, Generic[F, T]):
     then: T
 
 
-def first(table: Sequence[Row[F, T]], facts: F) -> Row[F, T]:
+def first(table: Sequence[Case[F, T]], facts: F) -> Case[F, T]:
     """Return the first row whose condition holds; the last row of a table always does."""
     return next(row for row in table if row.when(facts))
 
@@ -62,7 +62,7 @@ def first(table: Sequence[Row[F, T]], facts: F) -> Row[F, T]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Failure:
     """The end of a group.
 
     Attributes:
@@ -113,43 +113,43 @@ def _group(why: str) -> Next:
     return Next("group", why)
 
 
-def _is(*kinds: type[BaseException], committed: bool | None = None) -> Callable[[Ended], bool]:
+def _is(*kinds: type[BaseException], committed: bool | None = None) -> Callable[[Failure], bool]:
     """Return the condition that the error has one of these classes, before or after a commit."""
     return lambda e: committed in (None, e.committed) and any(map(e.error.is_a, kinds))
 
 
-def _at_start(condition: Callable[[Ended], object]) -> Callable[[Ended], object]:
+def _at_start(condition: Callable[[Failure], object]) -> Callable[[Failure], object]:
     return lambda e: not e.committed and condition(e)
 
 
-AFTER: tuple[Row[Ended, Next], ...] = (
-    Row("data differ", _is(UnequalData), _job("all ranks must draw the same data")),
-    Row("no second call", _is(RestartRefused), _job("the function is not called again")),
-    Row("refused", _is(ResultRefused), _job("no rank may commit a result that one has refused")),
-    Row("no gradient", _is(GradientMissing), _job(
+AFTER: tuple[Case[Failure, Next], ...] = (
+    Case("data differ", _is(UnequalData), _job("all ranks must draw the same data")),
+    Case("no second call", _is(RestartRefused), _job("the function is not called again")),
+    Case("refused", _is(ResultRefused), _job("no rank may commit a result that one has refused")),
+    Case("no gradient", _is(GradientMissing), _job(
         "all ranks must contribute to the same parameters")),
-    Row("item, once", lambda e: e.error.item and e.error.may_pass and not e.same_item, _RESTART),
-    Row("item", lambda e: e.error.item, _job("{item} of the data cannot be loaded")),
-    Row("left alone", _is(NotEnoughGroups, committed=True), _group(
+    Case("item, once", lambda e: e.error.item and e.error.may_pass and not e.same_item, _RESTART),
+    Case("item", lambda e: e.error.item, _job("{item} of the data cannot be loaded")),
+    Case("left alone", _is(NotEnoughGroups, committed=True), _group(
         "the others have left, or have not come back in time")),
-    Row("may pass", lambda e: e.error.may_pass, _RESTART),
-    Row("exit code in the job", _is(SystemExit, committed=True), _RESTART),
-    Row("another model here", _is(GradientLayoutMismatch, committed=True), _group(_ONE_MODEL)),
-    Row("other models", _is(GradientLayoutMismatch), _job(_ONE_MODEL)),
-    Row("other settings here", _is(OtherSettings, committed=True), _group(_ALIKE)),
-    Row("other settings", _is(OtherSettings), _job(_ALIKE)),
-    Row("again at the start", _at_start(lambda e: e.again), _job(_AGAIN)),
-    Row("not loadable", _at_start(_is(SyntaxError, ImportError)), _job("it cannot be loaded")),
-    Row("unfit checkpoint", _at_start(_is(UnfitCheckpoint, StateMismatch)), _job(
+    Case("may pass", lambda e: e.error.may_pass, _RESTART),
+    Case("exit code in the job", _is(SystemExit, committed=True), _RESTART),
+    Case("another model here", _is(GradientLayoutMismatch, committed=True), _group(_ONE_MODEL)),
+    Case("other models", _is(GradientLayoutMismatch), _job(_ONE_MODEL)),
+    Case("other settings here", _is(OtherSettings, committed=True), _group(_ALIKE)),
+    Case("other settings", _is(OtherSettings), _job(_ALIKE)),
+    Case("again at the start", _at_start(lambda e: e.again), _job(_AGAIN)),
+    Case("not loadable", _at_start(_is(SyntaxError, ImportError)), _job("it cannot be loaded")),
+    Case("unfit checkpoint", _at_start(_is(UnfitCheckpoint, StateMismatch)), _job(
         "all groups begin with the same state")),
-    Row("all at the start", _at_start(lambda e: e.alike == e.here == e.groups), _job(
+    Case("all at the start", _at_start(lambda e: e.alike == e.here == e.groups), _job(
         "no group reached its first step")),
-    Row("at the start", _at_start(lambda e: True), _RESTART),
-    Row("only group", lambda e: e.groups == 1, _job(
+    Case("at the start", _at_start(lambda e: True), _RESTART),
+    Case("only group", lambda e: e.groups == 1, _job(
         "no other group has the state to continue with")),
-    Row("groups alike", lambda e: e.alike > 1, _job("groups {alike} failed in the same place")),
-    Row("again", lambda e: e.again, _group("group {group} failed in the same place again")),
-    Row("once", lambda e: True, _RESTART),
+    Case("groups alike", lambda e: e.alike > 1, _job("groups {alike} failed in the same place")),
+    Case("again", lambda e: e.again, _group("group {group} failed in the same place again")),
+    Case("once", lambda e: True, _RESTART),
 )  # fmt: skip
 """What follows the end of a group that an error has ended.
 
@@ -233,7 +233,7 @@ class Mistakes:
         if error is None:
             return None
         same = {g for g, e in self._errors.items() if e.signature == error.signature} | {group}
-        facts = Ended(error, before, len(same), self._all, len(self._groups), job_committed)
+        facts = Failure(error, before, len(same), self._all, len(self._groups), job_committed)
         row = first(AFTER, facts)
         if row.name not in ("may pass", "exit code in the job"):
             self._errors[group] = error
@@ -434,24 +434,24 @@ _UNTRAINED = (
 )
 _OVER = "the job was over; group {group} ended with {cause}, and was no longer needed"
 
-GROUPS: tuple[Row[_Of, End], ...] = (
-    Row("ended on request", lambda f: f.group.fate in ("evicted", "taken over"), End("good")),
-    Row("the script is wrong", lambda f: f.job.hopeless, End("good")),
-    Row("finished", lambda f: not f.x.failed, End("good")),
-    Row("asked as it started", lambda f: _was_asked(f) and not _joined(f), End(
+GROUPS: tuple[Case[_Of, End], ...] = (
+    Case("ended on request", lambda f: f.group.fate in ("evicted", "taken over"), End("good")),
+    Case("the script is wrong", lambda f: f.job.hopeless, End("good")),
+    Case("finished", lambda f: not f.x.failed, End("good")),
+    Case("asked as it started", lambda f: _was_asked(f) and not _joined(f), End(
         "remark", "group {group} was asked to end while it started")),
-    Row("asked as it exited", lambda f: _was_asked(f) and f.x.reason, End(
+    Case("asked as it exited", lambda f: _was_asked(f) and f.x.reason, End(
         "remark", "group {group} had left, and SIGTERM ended its process at its exit")),
-    Row("too late for a stage", lambda f: f.x.came_too_late and f.group.is_told, End("good")),
-    Row("too late", lambda f: f.x.came_too_late and (f.group.has_committed or f.job.finished), End(
+    Case("too late for a stage", lambda f: f.x.came_too_late and f.group.is_told, End("good")),
+    Case("too late", lambda f: f.x.came_too_late and (f.group.has_committed or f.job.finished), End(
         "over", "group {group} came back when the job was over")),
-    Row("killed at the end", lambda f: (
+    Case("killed at the end", lambda f: (
         f.job.asked_to_end and f.x.status == -signal.SIGKILL
         and any(g.fate not in ("evicted", "taken over") for g in f.job.finished)), End(
         "over", "group {group} ended with {cause} as the job was to end")),
-    Row("cut short", lambda f: f.job.is_over and not f.x.failed_by_itself, End("over", _OVER)),
-    Row("given up", lambda f: f.group.fate == "given up", End("excused")),
-    Row("failed", lambda f: True, End("problem")),
+    Case("cut short", lambda f: f.job.is_over and not f.x.failed_by_itself, End("over", _OVER)),
+    Case("given up", lambda f: f.group.fate == "given up", End("excused")),
+    Case("failed", lambda f: True, End("problem")),
 )  # fmt: skip
 """How a group has ended, by the exit that explains it best."""
 
@@ -485,27 +485,27 @@ class _Found(NamedTuple):
         return [group for group in self.job.groups if group.fate in ("given up", "evicted")]
 
 
-STATUS: tuple[Row[_Found, ExitStatus | None], ...] = (
-    Row("bus lost after the end", lambda f: f.job.bus_is_lost and f.job.at_end, FEWER_GROUPS),
-    Row("bus lost", lambda f: f.job.bus_is_lost, ExitStatus.BUS_LOST),
-    Row("no progress", lambda f: f.stuck, ExitStatus.NO_PROGRESS),
-    Row("problems", lambda f: not f.excused.issuperset(f.lines), ExitStatus.FAILED),
-    Row("plan finished", lambda f: f.job.is_plan_through and not f.lines, ExitStatus.COMPLETE),
-    Row("plan without a group", lambda f: f.job.is_plan_through, ExitStatus.FAILED),
-    Row("ended elsewhere", lambda f: f.job.others is not None, None),
-    Row("asked to end", lambda f: f.job.asked_to_end and not f.job.at_end, ExitStatus.DRAINED),
-    Row("stopped when asked", lambda f: f.job.was_stopped, ExitStatus.DRAINED),
-    Row("all drained", lambda f: f.drained and f.drained == f.job.finished, ExitStatus.DRAINED),
-    Row("a group lost", lambda f: f.job.finished and f.lost, FEWER_GROUPS),
-    Row("a shard untrained", lambda f: f.job.finished and f.job.untrained, FEWER_GROUPS),
-    Row("a group drained", lambda f: f.drained and not f.job.has_plan, FEWER_GROUPS),
-    Row("only given up", lambda f: f.lines, ExitStatus.FAILED),
-    Row("complete", lambda f: True, ExitStatus.COMPLETE),
+STATUS: tuple[Case[_Found, ExitStatus | None], ...] = (
+    Case("bus lost after the end", lambda f: f.job.bus_is_lost and f.job.at_end, FEWER_GROUPS),
+    Case("bus lost", lambda f: f.job.bus_is_lost, ExitStatus.BUS_LOST),
+    Case("no progress", lambda f: f.stuck, ExitStatus.NO_PROGRESS),
+    Case("problems", lambda f: not f.excused.issuperset(f.lines), ExitStatus.FAILED),
+    Case("plan finished", lambda f: f.job.is_plan_through and not f.lines, ExitStatus.COMPLETE),
+    Case("plan without a group", lambda f: f.job.is_plan_through, ExitStatus.FAILED),
+    Case("ended elsewhere", lambda f: f.job.others is not None, None),
+    Case("asked to end", lambda f: f.job.asked_to_end and not f.job.at_end, ExitStatus.DRAINED),
+    Case("stopped when asked", lambda f: f.job.was_stopped, ExitStatus.DRAINED),
+    Case("all drained", lambda f: f.drained and f.drained == f.job.finished, ExitStatus.DRAINED),
+    Case("a group lost", lambda f: f.job.finished and f.lost, FEWER_GROUPS),
+    Case("a shard untrained", lambda f: f.job.finished and f.job.untrained, FEWER_GROUPS),
+    Case("a group drained", lambda f: f.drained and not f.job.has_plan, FEWER_GROUPS),
+    Case("only given up", lambda f: f.lines, ExitStatus.FAILED),
+    Case("complete", lambda f: True, ExitStatus.COMPLETE),
 )
 """The exit status of this part of the job; None stands for that of the groups elsewhere."""
 
 
-class Parts(NamedTuple):
+class Statuses(NamedTuple):
     """The statuses of the supervisors of all groups; None for one that was lost, or never came."""
 
     statuses: Sequence[ExitStatus | None]
@@ -522,19 +522,19 @@ class Parts(NamedTuple):
         return set(self.statuses) == {ExitStatus.DRAINED}
 
 
-WHOLE: tuple[Row[Parts, ExitStatus], ...] = (
-    Row("complete", lambda p: set(p.statuses) == {ExitStatus.COMPLETE}, ExitStatus.COMPLETE),
-    Row("done by some", lambda p: p.has(*DONE), FEWER_GROUPS),
-    Row("hosts lost", lambda p: p.has_progressed and p.has(None), ExitStatus.DRAINED),
-    Row("drained", lambda p: p.has_progressed and p.are_all_drained, ExitStatus.DRAINED),
-    Row("no progress", lambda p: p.has(ExitStatus.NO_PROGRESS), ExitStatus.NO_PROGRESS),
-    Row("failed", lambda p: True, ExitStatus.FAILED),
+WHOLE: tuple[Case[Statuses, ExitStatus], ...] = (
+    Case("complete", lambda p: set(p.statuses) == {ExitStatus.COMPLETE}, ExitStatus.COMPLETE),
+    Case("done by some", lambda p: p.has(*DONE), FEWER_GROUPS),
+    Case("hosts lost", lambda p: p.has_progressed and p.has(None), ExitStatus.DRAINED),
+    Case("drained", lambda p: p.has_progressed and p.are_all_drained, ExitStatus.DRAINED),
+    Case("no progress", lambda p: p.has(ExitStatus.NO_PROGRESS), ExitStatus.NO_PROGRESS),
+    Case("failed", lambda p: True, ExitStatus.FAILED),
 )
 """The exit status of the whole job. It is DRAINED if starting the job again can help."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judged:
     """The exit status, the name of the row that it comes from, and its reasons."""
 
     status: ExitStatus
@@ -545,7 +545,7 @@ class Verdict:
     """The cause first, then problems, then remarks."""
 
 
-def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Verdict:
+def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Judged:
     """Judge the end of this part of the job.
 
     Args:
@@ -585,7 +585,7 @@ def verdict(job: JobEnd, describe: Callable[[Exit], str]) -> Verdict:
     if any(group.raised(NoState) for group in job.groups):
         remarks.append(f"NoState: {about_no_state(job.step if job.committed else None)}")
     causes = [*_left_early(job), *_short_shards(job)]
-    return Verdict(status, row.name, not lines, (*causes, *lines, *remarks))
+    return Judged(status, row.name, not lines, (*causes, *lines, *remarks))
 
 
 def _left_early(job: JobEnd) -> Iterator[str]:

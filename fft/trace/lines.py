@@ -103,7 +103,7 @@ class Unhandled(Handled):
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class TraceNote(_Written):
+class Noted(_Written):
     """An observation, with the position of the participant if it has joined."""
 
     kind: Literal["note"]
@@ -121,7 +121,7 @@ class Gap(_Written):
     kind: Literal["gap"]
 
 
-Line = Header | Transition | Unhandled | TraceNote | Gap
+Line = Header | Transition | Unhandled | Noted | Gap
 _LINES = Codec[Line](Annotated[Line, Field(discriminator="kind")])
 
 

@@ -29,7 +29,7 @@ from fft.trace.figures import plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.history import History
 from fft.trace.inputs import CONSUMED
-from fft.trace.lines import Header, Line, TraceNote, Transition, Who, parsed, record_of
+from fft.trace.lines import Header, Line, Noted, Transition, Who, parsed, record_of
 from fft.trace.read import TraceFile, merged_lines
 from fft.trace.starts import start_after
 
@@ -100,12 +100,12 @@ class _Scope:
         """Epoch → processes with a line in it."""
         self._last: dict[Who, tuple[float, Transition]] = {}
         self._injected: dict[str, tuple[float, Who, set[str]]] = {}
-        self._after: dict[Who, list[tuple[float, Transition | TraceNote]]] = {}
+        self._after: dict[Who, list[tuple[float, Transition | Noted]]] = {}
         """The lines of processes with an injected fault, from there on."""
 
     def take(self, line: Line, at: float) -> None:
         """Take the next line in the order of time."""
-        if not isinstance(line, Transition | TraceNote):
+        if not isinstance(line, Transition | Noted):
             return
         who = line.who
         if line.epoch is not None:
@@ -113,7 +113,7 @@ class _Scope:
         if who in self._after:
             self._after[who].append((at, line))
         match line:
-            case TraceNote(note="inject", data=data):
+            case Noted(note="inject", data=data):
                 name = f"{data['name']} ({data['kind']}, step {data['step']}"
                 self._injected.setdefault(name, (at, who, set()))[2].add(line.lane)
                 self._after.setdefault(who, [])
@@ -176,16 +176,12 @@ class _Scope:
         """Return a fault after which a group repeated a local step, or None if the job noticed
         it."""
         own = [(at, line) for at, line in self._after[who] if at >= wall]
-        notes = [
-            (at, line) for at, line in own if isinstance(line, TraceNote) and line.note in _ALONE
-        ]
+        notes = [(at, line) for at, line in own if isinstance(line, Noted)]
+        at, note = next((each for each in notes if each[1].note in _ALONE), (math.inf, None))
         moves = (at for at, line in own if isinstance(line, Transition) and line.event)
-        if not notes or notes[0][0] > next(moves, math.inf):
+        if note is None or at > next(moves, math.inf):
             return None
-        at, note = notes[0]
-        done = (
-            t for t, x in own if isinstance(x, TraceNote) and x.note == "inner_commit" and t >= at
-        )
+        done = (time for time, x in notes if x.note == "inner_commit" and time >= at)
         commit = next(done, None)
         return Incident(
             fault=name,
@@ -271,6 +267,8 @@ class RunReport:
         self._waits: dict[tuple[str, int], list[float]] = {}
         self._skips: set[tuple[str, str, int, int]] = set()
         self._refused: dict[tuple[int, str, str, str], list[str]] = {}
+        self._copied: dict[tuple[str, int], dict[int, float]] = {}
+        self._published: dict[int, float] = {}
         files: list[TraceFile] = []
         scopes: dict[str, _Scope] = {}
         for at, name, line in history_lines(self.directory, files):
@@ -300,7 +298,7 @@ class RunReport:
         record = record_of(line)
         if record is not None and record.kind == "commit" and record.skip and not record.live:
             self._skips.add((scope, "", record.n, 0))
-        if not isinstance(line, TraceNote):
+        if not isinstance(line, Noted):
             return
         data, rank = line.data, (line.group, line.rank)
         match line.note:
@@ -310,6 +308,10 @@ class RunReport:
                 self._errors[*rank, line.step or 0, *place] += 1
             case "inner_commit" if data.get("skipped"):
                 self._skips.add((scope, line.group, data["slice"], data["inner_step"]))
+            case "memory_copy":
+                self._copied.setdefault(rank, {})[data["step"]] = line.wall
+            case "checkpoint" if data.get("published"):
+                self._published[data["step"]] = line.wall
             case note if note == CONSUMED and "input_ms" in data:
                 self._waits.setdefault(rank, []).append(data["input_ms"])
             case note if note == RESULT_REFUSED:
@@ -441,7 +443,7 @@ class RunReport:
         if not any(begun):
             where = "at its beginning" if begun else "at a step that its traces do not tell"
         lines = (line for _, _, line, _ in merged_lines(after)) if begun else ()
-        notes = (x.data for x in lines if isinstance(x, TraceNote) and x.note == "resumed")
+        notes = (x.data for x in lines if isinstance(x, Noted) and x.note == "resumed")
         data = next(notes, {})
         if data.get("tier") == "memory":
             where = f"{where} in memory"
@@ -450,7 +452,21 @@ class RunReport:
         least = " at least" if self.damages else ""
         return (
             f"this start had come to step {self.history.step}{least} when it ended; the job was "
-            f"started again {where}: fft report {after}{unused}"
+            f"started again {where}: fft report {after}{unused}{self._saved()}"
+        )
+
+    def _saved(self) -> str:
+        """Return a line about the work that copies in memory save a start, or ``""``."""
+        copied, published = self._copied, self._published
+        if not (steps := set.intersection(*(set(each) for each in copied.values() or ({},)))):
+            return ""
+        copy, kept = max(steps), max(published, default=0)
+        text = f"\n  the newest copy in memory that all ranks completed is of step {copy}, "
+        if not published:
+            return f"{text}and there is no checkpoint"
+        passed = max(each[copy] for each in copied.values()) - published[kept]
+        return f"{text}the newest checkpoint of step {kept}" + (
+            f": {copy - kept} steps, {duration(passed)}, are saved" if copy > kept else ""
         )
 
     def checkpoints(self) -> str | None:

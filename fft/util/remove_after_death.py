@@ -43,6 +43,7 @@ def vanishing(path: Path, kept_s: float = 0.0) -> Iterator[Callable[[], None]]:
         [sys.executable, "-I", "-S", os.path.abspath(__file__), *which],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # else a pipe of a killed process stays open
         cwd="/",  # keeps no other folder in use
         start_new_session=True,
     )

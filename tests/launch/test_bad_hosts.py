@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 from fft.cli import app
 from fft.launch import bad_hosts
 from fft.launch.bad_hosts import LIST, MARKS, mark
+from fft.messages.protocol import Peer
+from fft.trace.writer import TraceWriter
 
 
 @pytest.fixture
@@ -64,5 +67,7 @@ def test_own_name_is_that_of_the_scheduler(monkeypatch: pytest.MonkeyPatch, root
 
 def test_report_lists_bad_hosts_with_their_reasons(root: Path) -> None:
     mark(root, "node3", "excluded", "group 3 was evicted by the supervisor")
+    with closing(TraceWriter(root, Peer("0", 0, 1))) as trace:
+        trace.note("metrics", {"loss": 1.0})
     shown = CliRunner().invoke(app, ["report", str(root)])
     assert "bad host node3 (1): group 3 was evicted by the supervisor" in shown.output, shown.output

@@ -23,7 +23,7 @@ from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.checkpoints.plan import Checkpointing
 from fft.launch.exit_status import ExitStatus
-from fft.launch.outcome import Outcome
+from fft.launch.outcome import Outcome, kept
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, ending, loop
 from fft.launch.supervisor.ending import Outage, last_epoch
 from fft.launch.supervisor.groups import Group
@@ -486,6 +486,10 @@ def test_deaths_at_one_step_end_the_job_in_the_third_round(run_job: StartJob, st
                 trace(job, 1, 0, inc, at_work(5, inc, ["0", "1"]))
         verdict = job.verdict()
     assert verdict.exit_status == ExitStatus.NO_PROGRESS
+    assert kept(job.trace_dir)[:2] == [
+        "the job has ended: given up after restarts without a step",
+        verdict.lines[-1],
+    ]
     assert "3 processes died at step 5" in verdict.lines[0]
     assert "group 1 rank 0 by SIGSEGV" in verdict.lines[0]
     assert verdict.lines[0].endswith("item 77 kills me; the job was ended")

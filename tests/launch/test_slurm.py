@@ -232,7 +232,7 @@ def test_task_of_an_array_requeues_itself_and_not_the_whole_array() -> None:
             ["bash"], input=command, env=given, text=True, capture_output=True, check=True
         )
         assert done.stdout.strip() == expected
-    assert 'scontrol requeue "${id:-$SLURM_JOB_ID}"' in text
+    assert "job=${id:-$SLURM_JOB_ID}" in text and 'scontrol requeue "$job"' in text
 
 
 @pytest.mark.parametrize(

@@ -533,6 +533,8 @@ def test_group_without_state_restarts_while_other_groups_hold_state(
         ({"min_steps": 5}, "give both or neither"),
         ({"first_group": 2, "all_groups": 3}, "--all-groups 3: expected at least 4"),
         ({"host_limit": 0.0}, "--host-limit 0: expected a positive number"),
+        ({"ranks_per_host": 2}, "--ranks-per-host 2: expected a divisor of --ranks 1"),
+        ({"ranks": 4, "ranks_per_host": 2}, "a group on 2 hosts is not possible with"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(

@@ -25,12 +25,12 @@ from fft.launch.verdict import (
     GROUPS,
     STATUS,
     WHOLE,
-    Ended,
+    Failure,
     GroupEnd,
     JobEnd,
+    Judged,
     Next,
-    Parts,
-    Verdict,
+    Statuses,
     first,
     verdict,
 )
@@ -64,7 +64,7 @@ def other(*exits: Exit, **fields: Any) -> GroupEnd:
     return GroupEnd("1", exits or (x("1", reason=LAST),), **fields)
 
 
-def judged(*groups: GroupEnd, **facts: Any) -> Verdict:
+def judged(*groups: GroupEnd, **facts: Any) -> Judged:
     return verdict(
         JobEnd(groups, **facts), lambda e: f"group {e.group} rank {e.rank} ended: {e.status}"
     )
@@ -74,28 +74,28 @@ def judged(*groups: GroupEnd, **facts: Any) -> Verdict:
 
 BEFORE = place()
 _ENDED = {
-    "data differ": Ended(place(UnequalData), committed=True),
-    "no second call": Ended(place(RestartRefused), committed=True),
-    "refused": Ended(place(ResultRefused), committed=True),
-    "no gradient": Ended(place(GradientMissing), committed=True),
-    "item, once": Ended(replace(place(ConnectionError), item="item 7")),
-    "item": Ended(replace(place(KeyError), item="item 7"), committed=True),
-    "left alone": Ended(place(NotEnoughGroups), committed=True),
-    "may pass": Ended(place(ConnectionResetError), BEFORE, 2, 1, committed=True),
-    "exit code in the job": Ended(place(SystemExit), place(SystemExit), committed=True),
-    "another model here": Ended(place(GradientLayoutMismatch), committed=True),
-    "other models": Ended(place(GradientLayoutMismatch)),
-    "other settings here": Ended(place(OtherSettings), committed=True),
-    "other settings": Ended(place(OtherSettings)),
-    "again at the start": Ended(place(), BEFORE, groups=4),
-    "not loadable": Ended(place(ModuleNotFoundError), groups=4),
-    "unfit checkpoint": Ended(place(StateMismatch), groups=4),
-    "all at the start": Ended(place(), alike=2),
-    "at the start": Ended(place(), alike=2, groups=4),
-    "only group": Ended(place(), groups=1, here=1, committed=True),
-    "groups alike": Ended(place(), BEFORE, alike=2, committed=True),
-    "again": Ended(place(), BEFORE, committed=True),
-    "once": Ended(place(KeyError), BEFORE, committed=True),
+    "data differ": Failure(place(UnequalData), committed=True),
+    "no second call": Failure(place(RestartRefused), committed=True),
+    "refused": Failure(place(ResultRefused), committed=True),
+    "no gradient": Failure(place(GradientMissing), committed=True),
+    "item, once": Failure(replace(place(ConnectionError), item="item 7")),
+    "item": Failure(replace(place(KeyError), item="item 7"), committed=True),
+    "left alone": Failure(place(NotEnoughGroups), committed=True),
+    "may pass": Failure(place(ConnectionResetError), BEFORE, 2, 1, committed=True),
+    "exit code in the job": Failure(place(SystemExit), place(SystemExit), committed=True),
+    "another model here": Failure(place(GradientLayoutMismatch), committed=True),
+    "other models": Failure(place(GradientLayoutMismatch)),
+    "other settings here": Failure(place(OtherSettings), committed=True),
+    "other settings": Failure(place(OtherSettings)),
+    "again at the start": Failure(place(), BEFORE, groups=4),
+    "not loadable": Failure(place(ModuleNotFoundError), groups=4),
+    "unfit checkpoint": Failure(place(StateMismatch), groups=4),
+    "all at the start": Failure(place(), alike=2),
+    "at the start": Failure(place(), alike=2, groups=4),
+    "only group": Failure(place(), groups=1, here=1, committed=True),
+    "groups alike": Failure(place(), BEFORE, alike=2, committed=True),
+    "again": Failure(place(), BEFORE, committed=True),
+    "once": Failure(place(KeyError), BEFORE, committed=True),
 }
 _JOB = {
     *("data differ", "no second call", "refused", "no gradient", "item", "other models"),
@@ -267,12 +267,12 @@ def test_verdict_names_the_cause_beside_the_status(
 
 
 _PARTS = {
-    "complete": Parts([ExitStatus.COMPLETE] * 2, True),
-    "done by some": Parts([ExitStatus.COMPLETE, None], True),
-    "hosts lost": Parts([ExitStatus.FAILED, None], True),
-    "drained": Parts([ExitStatus.DRAINED] * 2, True),
-    "no progress": Parts([ExitStatus.NO_PROGRESS, ExitStatus.DRAINED], True),
-    "failed": Parts([ExitStatus.DRAINED] * 2, False),
+    "complete": Statuses([ExitStatus.COMPLETE] * 2, True),
+    "done by some": Statuses([ExitStatus.COMPLETE, None], True),
+    "hosts lost": Statuses([ExitStatus.FAILED, None], True),
+    "drained": Statuses([ExitStatus.DRAINED] * 2, True),
+    "no progress": Statuses([ExitStatus.NO_PROGRESS, ExitStatus.DRAINED], True),
+    "failed": Statuses([ExitStatus.DRAINED] * 2, False),
 }
 
 

@@ -34,6 +34,7 @@ from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
+from fft.launch.outcome import keep
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
@@ -74,7 +75,6 @@ from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
 from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
-from fft.trace.starts import root_of
 from fft.trace.tail import Injected, JobView, TraceTail
 from fft.util.log_sampler import LogSampler
 
@@ -122,7 +122,7 @@ class Adopter:
         self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
         others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
-        is_bad = bad_hosts.is_bad(root_of(config.trace_dir))
+        is_bad = bad_hosts.is_bad(config.trace_dir)
         self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
         has_spares = config.spares >= config.local_ranks
         self._can = bool(others) and (has_spares or config.parts > 1)
@@ -593,7 +593,8 @@ class Supervisor:
                 self._groups[name] = Group(name, group.world, group.local, part)
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
-        """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
+        """Publish the exit status for `fft launch outcome`, and the verdict for `fft report`."""
+        keep(self._config.trace_dir, outcome.exit_status, outcome.lines)
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 
@@ -900,7 +901,7 @@ class Supervisor:
     def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
         """Remember that this host, or another one, takes part or had a loss."""
         if self._config.parts_in_all > self._config.groups:  # there are other hosts
-            bad_hosts.mark(root_of(self._config.trace_dir), host or bad_hosts.own_name(), kind, why)
+            bad_hosts.mark(self._config.trace_dir, host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
         """Derive how a child has ended, by its register, or by the view if it was killed."""
@@ -1121,7 +1122,9 @@ class Supervisor:
         """
         now = time.monotonic()
         waiting = any(
-            group.living and not self._has_committed(group) for group in self._groups.values()
+            (group.living or (group.spans and group.restart_at is not None))
+            and not self._has_committed(group)
+            for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
         if self._ending.over or not (waiting or at_once):

@@ -5,10 +5,10 @@ memory that `fft run` owns. No rank waits for another, except that a rank votes 
 the next copy only when its own last copy is complete. So whenever a copy begins anywhere, the one
 before is complete on all members of the epoch, and each rank needs room for two.
 
-Without a given interval, the first rank of the first group measures the additional time of the
-steps beside a copy, and names in a register the step of the next copy, so that copies cost 1 % of
-the time. The other ranks read the register on their thread. A rank that misses a step only makes
-that copy incomplete.
+Without a given interval, the first commit of a start is copied. Then the first rank of the first
+group measures the additional time of the steps beside a copy, and names in a register the step of
+the next copy, so that copies cost 1 % of the time. The other ranks read the register on their
+thread. A rank that misses a step only makes that copy incomplete.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _AHEAD = 4
 """Least number of commits between the announcement of a copy and the copy."""
 _STEPS = 32
 """Number of steps without a copy whose median is the time of a step."""
-_WEIGHT = 0.3
-"""Weight of the newest copy in the mean cost of a copy."""
+_COPIES = 5
+"""Number of copies whose median is the cost of a copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Pace:
     def __init__(self) -> None:
         self._plain = deque[float](maxlen=_STEPS)
         self._beside: list[float] = []
-        self._cost: float | None = None
+        self._costs = deque[float](maxlen=_COPIES)
 
     def stepped(self, took: float, has_copied: bool) -> None:
         """Take the time of a step, and whether a copy was made or written during it."""
@@ -68,9 +68,7 @@ class Pace:
             return
         if self._beside and self._plain:
             usual = statistics.median(self._plain)
-            cost = max(0.0, sum(self._beside) - usual * len(self._beside))
-            known = cost if self._cost is None else self._cost
-            self._cost = known + _WEIGHT * (cost - known)
+            self._costs.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
         self._beside = []
         self._plain.append(took)
 
@@ -85,9 +83,10 @@ class Pace:
 
     def steps(self) -> int:
         """Return the number of steps from one copy to the next."""
-        if not self._plain or self._cost is None:
+        if not self._plain or not self._costs:
             return _AHEAD
-        return max(_AHEAD, round(self._cost / (_SHARE * statistics.median(self._plain))))
+        cost, step = statistics.median(self._costs), statistics.median(self._plain)
+        return max(_AHEAD, round(cost / (_SHARE * step)))
 
 
 class MemoryCopies(CheckpointHooks):
@@ -146,6 +145,8 @@ class MemoryCopies(CheckpointHooks):
         self._hooks.committed(record, epoch)
         if self._is_off or epoch is None or epoch.epoch != record.epoch or record.skip:
             return
+        if self._rank.state.registered_state is None and not self._rank.state.users:
+            return  # there is no state to copy
         self._measure(record)
         if self._is_due(record.step) and self._written.is_set():
             self._pending = record, epoch
@@ -163,7 +164,7 @@ class MemoryCopies(CheckpointHooks):
         try:
             snapshot = self._copies.begin(shared=True, gives=range(0))
         except (TypeError, FftError, RuntimeError) as error:
-            self._failed(pending[0].step, error)
+            self._turn_off(f"the state cannot be written: {error}")
             return
         self._written.clear()
         self._threads.do(partial(self._write, snapshot, *pending))
@@ -190,8 +191,8 @@ class MemoryCopies(CheckpointHooks):
     # --- when ---
 
     def _is_due(self, step: int) -> bool:
-        every = self._plan.every
-        return step == self._next if every is None else step % every == 0
+        first, every = (self._plan.resume or 0) + 1, self._plan.every
+        return step in (first, self._next) if every is None else step % every == 0
 
     def _measure(self, record: Record) -> None:
         now, busy = time.monotonic(), not self._written.is_set()
@@ -225,10 +226,12 @@ class MemoryCopies(CheckpointHooks):
             if not snapshot.copy():
                 raise FftError(snapshot.problem or "it was not copied")
             size = sum(t.nbytes for t in snapshot.tensors.values())
-            if (
-                3 * size > self._plan.limit
-            ):  # two copies, and the memory from which they are written
-                self._turn_off(size)
+            if COPIES * size > self._plan.limit:
+                needed_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
+                self._turn_off(
+                    f"two copies and a buffer of this rank need {needed_mb:.0f} MB, and each rank "
+                    f"of this host may take {limit_mb:.0f} MB"
+                )
                 return
             keep_newest(self._plan.place, *self._place, below=record.step)
             part, directory = self._part(record, epoch)
@@ -254,15 +257,10 @@ class MemoryCopies(CheckpointHooks):
         logger.warning("no copy of step %d in memory: %s; training continues", step, text)
         self._job.note("memory_copy_failed", {"step": step, "error": text})
 
-    def _turn_off(self, size: int) -> None:
+    def _turn_off(self, why: str) -> None:
         self._is_off = True
         self._copies.leave_memory()
-        size_mb, limit_mb = COPIES * size / 1e6, self._plan.limit / 1e6
-        text = (
-            f"no copies of the state in memory: two copies and a buffer of this rank need "
-            f"{size_mb:.0f} MB, and each rank of this host may take {limit_mb:.0f} MB"
-        )
-        self._job.warn("memory_copies_off", text)
+        self._job.warn("memory_copies_off", f"no copies of the state in memory: {why}")
 
     def _part(self, record: Record, epoch: Record) -> tuple[Manifest, str]:
         """Return the manifest of this rank's files, without them, and the directory for them."""

@@ -352,9 +352,9 @@ class RankWriter:
             self._deliver_and_publish(told, began)
         except (OSError, FftError, RuntimeError) as error:
             self.is_over = True
-            self.has_delivered.set()
             cause = self._or_passed(error)
-            self._tell(cause, told)
+            self._tell(cause, told)  # before the next checkpoint, which may wait for this one
+            self.has_delivered.set()
             if self._publishes:
                 is_passed = isinstance(cause, Passed)
                 self._gathering.clear(time.monotonic() - began, is_passed)
