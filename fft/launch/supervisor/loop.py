@@ -34,7 +34,6 @@ from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
-from fft.launch.outcome import keep
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
@@ -594,6 +593,8 @@ class Supervisor:
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
         """Publish the exit status for `fft launch outcome`, and the verdict for `fft report`."""
+        from fft.launch.outcome import keep  # which imports this package
+
         keep(self._config.trace_dir, outcome.exit_status, outcome.lines)
         self._links.claims.status = int(outcome.exit_status)
         return outcome
