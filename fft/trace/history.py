@@ -36,7 +36,7 @@ from fft.trace.course import Course
 from fft.trace.ends import Comparisons
 from fft.trace.format import FETCHING, IDLE, NO_REFORM, UNREACHABLE, WARNING
 from fft.trace.inputs import LOOP
-from fft.trace.lines import Header, Line, Note, Transition, record_of
+from fft.trace.lines import Header, Line, Noted, Transition, record_of
 
 _WINDOW = 1024
 """Minimum number of records that may still be received earlier than by those read so far."""
@@ -74,7 +74,7 @@ class RankView:
             case Header():
                 self.state, self.pid = line.spec.initial, line.config.pid
                 self.reforms = line.reforms
-            case Note():
+            case Noted():
                 self.epoch = self.epoch if line.epoch is None else line.epoch
                 self.step = self.step if line.step is None else line.step
                 self._take_note(line.note, line.data)
@@ -140,7 +140,7 @@ class VoteWaits:
         """Take a line of a trace. ``scope``: a name for the directory of its trace."""
         who = line.group, str(line.rank)
         match line:
-            case Note(note="checkpoint", data={"published": True, "step": int(step)}):
+            case Noted(note="checkpoint", data={"published": True, "step": int(step)}):
                 self.checkpoint = max(self.checkpoint or (-1, 0.0), (step, at))
             case Transition(event=Healed(bytes=size)):
                 self.healed[line.group] += size
@@ -285,7 +285,7 @@ class History:
             case Transition():
                 self.committed |= line.roles[1] in COMMITTING
                 self.fetching.pop((line.group, line.rank), None)
-            case Note():
+            case Noted():
                 self._take_note(line, at, scope)
         self._take_rank(line)
 
@@ -300,7 +300,7 @@ class History:
         if line.inc == known.inc:
             known.take(line)
 
-    def _take_note(self, line: Note, at: float, scope: str) -> None:
+    def _take_note(self, line: Noted, at: float, scope: str) -> None:
         data = line.data
         match line.note, data:
             case "inject", {"name": str(name), "kind": str(kind)}:
@@ -320,7 +320,7 @@ class History:
             text = f"rank {line.lane}: {text}"
             self.warnings[line.note] = min(self.warnings.get(line.note, text), text)
 
-    def _take_command(self, line: Note, told: object) -> None:
+    def _take_command(self, line: Noted, told: object) -> None:
         """Take a commanded fault; the supervisor reports its own faults when they happen."""
         try:
             (fault,) = FaultPlan.model_validate({"faults": [told]}).faults
@@ -331,7 +331,7 @@ class History:
         else:
             self.commanded.setdefault(fault.name, fault)
 
-    def _take_injection(self, line: Note, name: str, kind: str, group: str) -> None:
+    def _take_injection(self, line: Noted, name: str, kind: str, group: str) -> None:
         found = Injected(name, kind, group, line.step or 0, line.epoch or 0, line.rank)
         known = self.injected.setdefault(name, found)
         if (group, line.rank) < (known.group, known.rank):

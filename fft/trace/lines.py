@@ -24,7 +24,7 @@ Who = tuple[str, int, int]
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class _Line:
+class _Written:
     """The fields of each line: its number, the times on the clocks of its process, the process."""
 
     seq: int = 0
@@ -58,7 +58,7 @@ class _Settings:
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class Header(_Line):
+class Header(_Written):
     """The first line: what a replay needs. Only the parts that views show are read."""
 
     kind: Literal["header"]
@@ -69,7 +69,7 @@ class Header(_Line):
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class Handled(_Line):
+class Handled(_Written):
     """An event that the participant got, and its position afterwards; ``fenced``, ``refused`` and
     ``deferred`` events changed nothing."""
 
@@ -103,7 +103,7 @@ class Unhandled(Handled):
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class Note(_Line):
+class Noted(_Written):
     """An observation, with the position of the participant if it has joined."""
 
     kind: Literal["note"]
@@ -115,13 +115,13 @@ class Note(_Line):
 
 
 @dataclass(kw_only=True, slots=True, config=_CONFIG)
-class Gap(_Line):
+class Gap(_Written):
     """A line in the place of lines that could not be written."""
 
     kind: Literal["gap"]
 
 
-Line = Header | Transition | Unhandled | Note | Gap
+Line = Header | Transition | Unhandled | Noted | Gap
 _LINES = Codec[Line](Annotated[Line, Field(discriminator="kind")])
 
 

@@ -17,7 +17,7 @@ from fft.trace.course import Course, TimeLost
 from fft.trace.display import cost
 from fft.trace.format import scope_folders
 from fft.trace.happenings import Happening, Happenings
-from fft.trace.lines import Note
+from fft.trace.lines import Noted
 from fft.trace.read import STEP_NOTES, merged_lines
 from fft.trace.report import history_of
 from fft.trace.timeline import name_of
@@ -147,7 +147,7 @@ def _write_scope(tracks: _Tracks, folder: Path, scope: tuple[str, ...]) -> None:
 
     for at, path, line, _ in merged_lines(folder, skip=STEP_NOTES):
         write(found.take(path, line, at))
-        if isinstance(line, Note) and (name := name_of(line)):
+        if isinstance(line, Noted) and (name := name_of(line)):
             events = tracks.of(*lane(line.lane), "events")
             tracks.instant(events, at, name, {"file": path.name, "line": line.seq})
     write(found.end())

@@ -29,7 +29,7 @@ from fft.trace.figures import plain
 from fft.trace.format import RESULT_REFUSED, scope_folders
 from fft.trace.history import History
 from fft.trace.inputs import CONSUMED
-from fft.trace.lines import Header, Line, Note, Transition, Who, parsed, record_of
+from fft.trace.lines import Header, Line, Noted, Transition, Who, parsed, record_of
 from fft.trace.read import TraceFile, merged_lines
 from fft.trace.starts import start_after
 
@@ -63,7 +63,7 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _EpochEnd:
     """A register record that closed an epoch, at the time when it was first traced."""
 
     wall: float
@@ -100,12 +100,12 @@ class _Scope:
         """Epoch → processes with a line in it."""
         self._last: dict[Who, tuple[float, Transition]] = {}
         self._injected: dict[str, tuple[float, Who, set[str]]] = {}
-        self._after: dict[Who, list[tuple[float, Transition | Note]]] = {}
+        self._after: dict[Who, list[tuple[float, Transition | Noted]]] = {}
         """The lines of processes with an injected fault, from there on."""
 
     def take(self, line: Line, at: float) -> None:
         """Take the next line in the order of time."""
-        if not isinstance(line, Transition | Note):
+        if not isinstance(line, Transition | Noted):
             return
         who = line.who
         if line.epoch is not None:
@@ -113,7 +113,7 @@ class _Scope:
         if who in self._after:
             self._after[who].append((at, line))
         match line:
-            case Note(note="inject", data=data):
+            case Noted(note="inject", data=data):
                 name = f"{data['name']} ({data['kind']}, step {data['step']}"
                 self._injected.setdefault(name, (at, who, set()))[2].add(line.lane)
                 self._after.setdefault(who, [])
@@ -148,17 +148,17 @@ class _Scope:
                 name = end.what if is_planned else _NOT_INJECTED
                 yield end.wall, replace(self._incident(name, end.wall, end), is_planned=is_planned)
 
-    def _ends(self) -> list[_End]:
+    def _ends(self) -> list[_EpochEnd]:
         ends = []
         for n, (wall, record) in sorted(self._records.items()):
             # in an asynchronous job each epoch ends with its commit
             apart = record.bound and not record.leavers
             if record.kind == "abort" or (record.change and not apart):
                 following = self._records.get(n + 1)
-                ends.append(_End(wall, record, following and following[1]))
+                ends.append(_EpochEnd(wall, record, following and following[1]))
         return ends
 
-    def _is_end_of_loop(self, end: _End) -> bool:
+    def _is_end_of_loop(self, end: _EpochEnd) -> bool:
         """Return whether the rollback happened because a loop ended regularly on all ranks.
 
         A loop of torchft has no last commit, so the ranks shut down one after the other. A rank
@@ -176,12 +176,12 @@ class _Scope:
         """Return a fault after which a group repeated a local step, or None if the job noticed
         it."""
         own = [(at, line) for at, line in self._after[who] if at >= wall]
-        notes = [(at, line) for at, line in own if isinstance(line, Note) and line.note in _ALONE]
+        notes = [(at, line) for at, line in own if isinstance(line, Noted)]
+        at, note = next((each for each in notes if each[1].note in _ALONE), (math.inf, None))
         moves = (at for at, line in own if isinstance(line, Transition) and line.event)
-        if not notes or notes[0][0] > next(moves, math.inf):
+        if note is None or at > next(moves, math.inf):
             return None
-        at, note = notes[0]
-        done = (t for t, x in own if isinstance(x, Note) and x.note == "inner_commit" and t >= at)
+        done = (time for time, x in notes if x.note == "inner_commit" and time >= at)
         commit = next(done, None)
         return Incident(
             fault=name,
@@ -192,7 +192,9 @@ class _Scope:
             bytes_healed=0,
         )
 
-    def _while_apart(self, name: str, wall: float, who: Who, end: _End | None) -> Incident | None:
+    def _while_apart(
+        self, name: str, wall: float, who: Who, end: _EpochEnd | None
+    ) -> Incident | None:
         """Return a fault that ended a process of an asynchronous job between two synchronizations.
 
         The other groups then commit and roll nothing back. Returns None for any other fault.
@@ -207,7 +209,7 @@ class _Scope:
         told = f"group {who[0]} is left out of the next synchronisation"
         return Incident(name, told, None, (commit - wall) * 1e3, 0, 0)
 
-    def _incident(self, name: str, wall: float, end: _End | None) -> Incident:
+    def _incident(self, name: str, wall: float, end: _EpochEnd | None) -> Incident:
         if end is None:
             return Incident(name, "no epoch ended because of it", None, None, 0, 0)
         record, following = end.record, end.following
@@ -296,7 +298,7 @@ class RunReport:
         record = record_of(line)
         if record is not None and record.kind == "commit" and record.skip and not record.live:
             self._skips.add((scope, "", record.n, 0))
-        if not isinstance(line, Note):
+        if not isinstance(line, Noted):
             return
         data, rank = line.data, (line.group, line.rank)
         match line.note:
@@ -441,7 +443,7 @@ class RunReport:
         if not any(begun):
             where = "at its beginning" if begun else "at a step that its traces do not tell"
         lines = (line for _, _, line, _ in merged_lines(after)) if begun else ()
-        notes = (x.data for x in lines if isinstance(x, Note) and x.note == "resumed")
+        notes = (x.data for x in lines if isinstance(x, Noted) and x.note == "resumed")
         data = next(notes, {})
         if data.get("tier") == "memory":
             where = f"{where} in memory"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fft.errors import FftError
 from fft.messages.protocol import Applied, Token
 from fft.trace.course import Course
-from fft.trace.lines import Header, Line, Note, Transition, Who, parsed, record_of
+from fft.trace.lines import Header, Line, Noted, Transition, Who, parsed, record_of
 from fft.trace.read import TraceFile as _TraceFile
 from fft.trace.read import clocks_of, merged_lines, trace_files
 from fft.trace.report import RunReport, history_of, summary
@@ -100,7 +100,7 @@ class Run:
         logged: dict[Who, tuple[Token, dict[str, Any]]] = {}
         for _, line, at in self._lines():
             match line:
-                case Note(note="metrics", epoch=int(epoch), txn=int(txn), step=int(step)):
+                case Noted(note="metrics", epoch=int(epoch), txn=int(txn), step=int(step)):
                     token = Token(epoch, txn)
                     place = {"group": line.group, "rank": line.rank, "step": step + 1}
                     was, known = logged.get(line.who, (token, {}))

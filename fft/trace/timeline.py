@@ -20,7 +20,7 @@ from fft.trace.display import cost
 from fft.trace.format import scope_folders
 from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
 from fft.trace.history import History
-from fft.trace.lines import Line, Note, Transition, record_of
+from fft.trace.lines import Line, Noted, Transition, record_of
 from fft.trace.read import STEP_NOTES, merged_lines
 from fft.trace.report import summary, summary_lines
 from fft.trace.starts import root_of, start_folders
@@ -43,7 +43,7 @@ _NOTES = frozenset(
 """Notes that are events on the page."""
 
 
-def name_of(line: Note) -> str:
+def name_of(line: Noted) -> str:
     """Return the name of the event, or an empty string if it is not shown."""
     note, data = line.note, line.data
     match note:
@@ -135,7 +135,7 @@ class Timeline:
         if (record := record_of(line)) is not None:
             self._take_hosts(record)
         match line:
-            case Note():
+            case Noted():
                 name = name_of(line)
             case Transition(event=Healed(bytes=size, source=source)) if size:
                 name = f"fetched {size:,} bytes from group {source}"
@@ -148,7 +148,7 @@ class Timeline:
         elif name:
             shown = text.decode(errors="replace")[:_LONGEST]
             place = {"lane": line.lane, "file": path, "line": line.seq, "text": shown}
-            step = line.step if isinstance(line, Note | Transition) else None
+            step = line.step if isinstance(line, Noted | Transition) else None
             self.events.append({"at": at, "what": name, "step": step, **place})
 
     def _take_hosts(self, record: Record) -> None:

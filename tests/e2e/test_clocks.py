@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forged import rewrite
 from stage import Member, job
+from traced import a_record
 
 import fft
+from fft.messages.protocol import Decision
+from fft.protocol.roles import Role
 from fft.trace.audit import audit_dir
+from fft.trace.lines import Transition
 from fft.trace.read import Clocks, read_lines
 from fft.trace.report import RunReport
 
@@ -76,10 +81,12 @@ def test_clock_stays_right_after_reading_only_an_old_record_at_join() -> None:
     clocks = Clocks()
     for n in (1, 2, 3):
         clocks.take(_line("0", n * 0.1, 1e6 + n * 0.1, n))
-    clocks.take({**_line("1", 60.0, 1e6 + 60.0, 3), "roles": ["joining", "joining"]})
+    clocks.take(replace(_line("1", 60.0, 1e6 + 60.0, 3), roles=("joining", "joining")))
     assert clocks.at(_line("1", 60.0, 1e6 + 60.0)) == pytest.approx(1e6 + 60.0)
 
 
-def _line(group: str, mono: float, wall: float, n: int | None = None) -> dict[str, Any]:
-    event = {} if n is None else {"record": {"n": n}}
-    return {"group": group, "rank": 0, "inc": 1, "mono": mono, "wall": wall, "event": event}
+def _line(group: str, mono: float, wall: float, n: int | None = None) -> Transition:
+    event = None if n is None else Decision(a_record(n, "commit", n))
+    who: dict[str, Any] = {"group": group, "rank": 0, "inc": 1, "mono": mono, "wall": wall}
+    roles: tuple[Role, Role] = ("voting", "committing")
+    return Transition(kind="transition", to="COMMIT", roles=roles, event=event, **who)

@@ -36,7 +36,7 @@ from fft.trace.display import (
 )
 from fft.trace.format import FETCHING
 from fft.trace.history import Injected, RankView
-from fft.trace.lines import Note, Transition
+from fft.trace.lines import Noted, Transition
 from fft.trace.tail import JobView, TraceTail
 from fft.train.step.healing import FetchProgress
 
@@ -410,7 +410,7 @@ def test_progress_of_a_long_fetch_is_shown_until_it_ends(tmp_path: Path) -> None
         progress(mib * 2**20, 100 * 2**20)
     assert [(note["bytes"] // 2**20, note["left_s"]) for note in notes] == [(20, 8.0), (60, 8.0)]
     job, place = JobView(), {"group": "1", "rank": 0, "inc": 1}
-    job.add(Note(kind="note", note=FETCHING, data=notes[0], **place), 1.0)
+    job.add(Noted(kind="note", note=FETCHING, data=notes[0], **place), 1.0)
     assert row_of(job, "1", "running").state == "joining (20.0 of 100.0 MiB, 8 s left)"
     job.add(Transition(kind="transition", to="NORMAL", roles=("healing", "training"), **place), 2.0)
     assert row_of(job, "1", "running").state == "training"

@@ -20,7 +20,7 @@ from fft.trace.checkpoint_notes import report_of
 from fft.trace.format import FETCHING, IDLE, WARNING
 from fft.trace.history import _WINDOW, History
 from fft.trace.inputs import LOOP
-from fft.trace.lines import Line, Note, Transition, parsed, record_of
+from fft.trace.lines import Line, Noted, Transition, parsed, record_of
 from fft.trace.read import TraceFile, trace_files
 from fft.trace.report import history_of
 
@@ -142,7 +142,7 @@ def test_watch_and_traces_show_the_same_history(traces: dict[str, Path], name: s
     for line in sorted(lines, key=lambda line: line.wall):
         if (record := record_of(line)) is not None:
             watch.see(record, line.wall)
-        if isinstance(line, Note):
+        if isinstance(line, Noted):
             for report in reports_of(line):
                 watch.see(report, line.wall)
         elif isinstance(line, Transition) and line.roles[1] == "training":
@@ -154,7 +154,7 @@ def test_watch_and_traces_show_the_same_history(traces: dict[str, Path], name: s
     assert watch.fetching == history.fetching
 
 
-def reports_of(line: Note) -> Iterator[Any]:
+def reports_of(line: Noted) -> Iterator[Any]:
     """Yield the reports that a rank sends with a note."""
     data = line.data
     if (report := report_of(Peer(*line.who), line.note, data)) is not None:
@@ -194,7 +194,7 @@ def test_records_within_the_window_count_in_any_order() -> None:
 )
 def test_parser_reads_what_python_writes(piece: bytes, message: str) -> None:
     line = parsed(piece)
-    assert isinstance(line, Note) and line.data["message"] == message
+    assert isinstance(line, Noted) and line.data["message"] == message
 
 
 DEEP = b'{"kind":"note","note":"x","data":' + b"[" * 5000 + b"]" * 5000 + b"}"
