@@ -46,7 +46,7 @@ help:
 	@echo "make chaos-long   the random part for $(CHAOS_SECONDS) s on each of the two layouts"
 	@echo "make bench   FFT beside torchft and NVIDIA's in-process restart, $(REPS) repetitions (3 hours)"
 	@echo "make bench-quick   some rows of it, once (5 minutes)"
-	@echo "make gpu     try FFT on this machine's GPU, with the torch that it has (8 minutes)"
+	@echo "make gpu     try FFT on this machine's GPU, with the torch that it has (10 minutes)"
 	@echo "make gpu-packages   what a machine with a GPU and no network may lack, for Python $(PYTHON_THERE)"
 	@echo "make docs    build the documentation as a site, in site/; broken links are errors"
 	@echo "make release   build wheel and sdist, install each elsewhere and run README's script there (5 minutes)"
@@ -108,6 +108,7 @@ check: setup
 	$(BIN)/mypy fft
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.rooms --check
+	$(BIN)/python -m tools.reference --check
 	$(BIN)/python -m tools.house
 
 # mypy on fft/ and on benchmarks, examples and tests, which takes longer than all of make check.

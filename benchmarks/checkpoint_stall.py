@@ -1,6 +1,7 @@
-"""The cost of a durable checkpoint for the steps beside it.
+"""The cost of a durable checkpoint, or of a copy in memory, for the steps beside it.
 
-``python -m benchmarks.checkpoint_stall`` measures it. One run of one job of one process alternates
+``python -m benchmarks.checkpoint_stall`` measures it, with ``--memory`` that of copies in shared
+memory. One run of one job of one process alternates
 blocks of `BLOCK` steps with a checkpoint every `EVERY` steps and blocks without. The stall of a
 checkpoint is the additional time of the `EVERY` steps in which it is taken and written, compared
 with the steps at the same place in the next block. A step takes 50 ms, and the state is 100 MB.
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,6 +28,7 @@ import torchft
 from torch import nn
 
 import fft
+from fft.checkpoints.plan import MemoryPlan
 from fft.train.session.checkpoint_schedule import RecordSchedule
 
 STEP_S = 0.05
@@ -66,10 +71,32 @@ def peak_of(process: psutil.Process, ended: threading.Event, found: list[int]) -
         found.append(process.memory_info().rss)
 
 
-def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
+def switch_of(manager: fft.ManagerFFT, is_memory: bool) -> Callable[[bool], None]:
+    """Return a function that makes checkpoints, or copies in memory, due or not."""
+    if is_memory:
+        copies = manager._parts.memory
+        assert copies is not None
+
+        def copy(is_on: bool) -> None:
+            copies._plan = replace(copies._plan, every=EVERY if is_on else 10**9)
+
+        return copy
+    checkpointer = manager._parts.checkpointer
+    assert checkpointer is not None and isinstance(checkpointer._due, RecordSchedule)
+    schedule, plan = checkpointer._due, checkpointer.plan
+
+    def take(is_on: bool) -> None:
+        schedule._plan = plan if is_on else replace(plan, every=10**9)
+
+    return take
+
+
+def measure(kind: str, place: Path, traces: Path, is_memory: bool) -> dict[str, object]:
     """Train, and compare the blocks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if is_memory:
+        os.environ.update(MemoryPlan(place, EVERY, 10**12).to_env())
     manager = fft.ManagerFFT(
         pg=torchft.ProcessGroupGloo(),
         load_state_dict=None,
@@ -77,11 +104,9 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
         min_replica_size=1,
         trace_dir=traces,
         config=fft.ManagerConfig(check_replicas=0),
-        checkpoint=fft.Checkpointing(place, every=EVERY, keep=2),
+        checkpoint=None if is_memory else fft.Checkpointing(place, every=EVERY, keep=2),
     )
-    checkpointer = manager._parts.checkpointer
-    assert checkpointer is not None and isinstance(checkpointer._due, RecordSchedule)
-    plans = [fft.Checkpointing(place, every=10**9), checkpointer.plan]
+    switch = switch_of(manager, is_memory)
     model = Model(STATE_MB)
     trained = [p for p in model.parameters() if p.requires_grad]
     manager.register(model, torch.optim.SGD(trained, lr=1e-3))
@@ -93,7 +118,7 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
     items = [torch.randn(8, 64) for _ in range(AFTER + BLOCK * (1 + 2 * PAIRS))]
     for txn in manager.transactions(items):
         with txn:
-            checkpointer._due._plan = plans[(txn.step - AFTER) // BLOCK % 2]
+            switch((txn.step - AFTER) // BLOCK % 2 == 1)
             until = time.monotonic() + STEP_S
             model(txn.batch).square().mean().backward()
             if kind == "busy":
@@ -119,6 +144,7 @@ def measure(kind: str, place: Path, traces: Path) -> dict[str, object]:
         "stall_mean_ms": round(statistics.mean(stalls) * 1e3, 2),
         "stall_range_ms": [round(min(stalls) * 1e3, 2), round(max(stalls) * 1e3, 2)],
         "stall_of_a_step": round(stall / step, 4),
+        "interval_for_1_percent": round(100 * stall / step),
         "memory_added_mb": round((max(memory) - before) / 1e6),
         **traced(traces),
     }
@@ -128,12 +154,13 @@ def traced(traces: Path) -> dict[str, float]:
     """Return the figures in the job's own traces: their number, and medians of the main thread's
     share, copy, write."""
     found: dict[str, list[float]] = {}
-    counts = dict.fromkeys(("checkpoint", "checkpoint_skipped", "checkpoint_failed"), 0)
+    names = ("checkpoint", "checkpoint_skipped", "checkpoint_failed", "memory_copy")
+    counts = dict.fromkeys(names, 0)
     for path in traces.glob("*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             if line.get("note") in counts:
                 counts[line["note"]] += 1
-            if str(line.get("note", "")).startswith("checkpoint"):
+            if str(line.get("note", "")).startswith(("checkpoint", "memory_copy")):
                 for name, value in line["data"].items():
                     if name.endswith("_ms"):
                         found.setdefault(f"{line['note']}.{name}", []).append(value)
@@ -145,10 +172,13 @@ def main() -> None:
     """Measure, and print one JSON object per kind of step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--place", type=Path, help="a directory on the disk to measure")
-    place = parser.parse_args().place
+    parser.add_argument("--memory", action="store_true", help="measure copies in shared memory")
+    args = parser.parse_args()
+    place = Path("/dev/shm") if args.memory else args.place
     for kind in ("wait", "busy"):
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            found = measure(kind, Path(folder, "checkpoints"), Path(folder, "traces"))
+            places = Path(folder, "checkpoints"), Path(folder, "traces")
+            found = measure(kind, *places, args.memory)
         print(json.dumps(found))
 
 

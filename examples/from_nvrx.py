@@ -123,9 +123,10 @@ def under_nvrx(args: argparse.Namespace) -> str:
 
 def under_fft(args: argparse.Namespace) -> str:
     import fft
+    from fft.train.api.restartable import Call
 
     @fft.restartable()
-    def run(call: fft.Call) -> str:
+    def run(call: Call) -> str:
         return train(call, call.rank, call.world_size, call.group, args)
 
     return run()

@@ -45,8 +45,8 @@ def train(manager: fft.ManagerFFT, steps: int, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     manager.register(model, optimizer)
     manager.sync_gradients(model)
-    loader = fft.CursorLoader(text, batch_size=BATCH, seed=seed)
-    for txn in manager.transactions(loader, max_steps=steps, global_batch=GLOBAL_BATCH):
+    loader = fft.CursorLoader(text, batch_size=BATCH, seed=seed, global_batch=GLOBAL_BATCH)
+    for txn in manager.transactions(loader, max_steps=steps):
         with txn:
             losses = []
             for x, y in txn.batches:  # two with both groups present, four while one is away

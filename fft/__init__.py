@@ -5,100 +5,56 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fft import errors as errors
-from fft.errors import *  # noqa: F403 - its `__all__` has the public exceptions
 from fft.util.terminal import make_records_printable
 from fft.util.version import __version__ as __version__
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the public names; `_HOMES` is read from these lines
     from fft import abort as abort
     from fft import active as active
+    from fft import errors as errors
     from fft import health_checks as health_checks
-    from fft.checkpoints.plan import Checkpointing
-    from fft.messages.identities import Peer
-    from fft.train.api.live_set import LiveSet, live_set
-    from fft.train.api.manager import ManagerFFT, Transaction
-    from fft.train.api.restartable import Call, restartable
-    from fft.train.data.loaders import CursorLoader, StreamLoader
-    from fft.train.data.source import DataSource, Due
-    from fft.train.paradigms.periodic.algorithms import DiLoCo, LocalSGD
-    from fft.train.paradigms.stages.input import StageInput
-    from fft.train.paradigms.stages.output import StageOutput
-    from fft.train.process_groups.nccl import ShardProcessGroupNCCL
-    from fft.train.process_groups.shard import ShardProcessGroupGloo
-    from fft.train.session.settings import ManagerConfig
-    from fft.train.session.step_results import StepResult
-    from fft.train.step.preemption import FileNotice, HttpNotice, Notice
+    from fft.checkpoints.plan import Checkpointing as Checkpointing
+    from fft.errors import FftError as FftError
+    from fft.train.api.live_set import live_set as live_set
+    from fft.train.api.manager import ManagerFFT as ManagerFFT
+    from fft.train.api.manager import Transaction as Transaction
+    from fft.train.api.restartable import restartable as restartable
+    from fft.train.data.loaders import CursorLoader as CursorLoader
+    from fft.train.data.loaders import StreamLoader as StreamLoader
+    from fft.train.data.source import DataSource as DataSource
+    from fft.train.data.source import Loader as Loader
+    from fft.train.paradigms.periodic.algorithms import DiLoCo as DiLoCo
+    from fft.train.paradigms.periodic.algorithms import LocalSGD as LocalSGD
+    from fft.train.paradigms.stages.input import StageInput as StageInput
+    from fft.train.paradigms.stages.output import StageOutput as StageOutput
+    from fft.train.process_groups.nccl import ShardProcessGroupNCCL as ShardProcessGroupNCCL
+    from fft.train.process_groups.shard import ShardProcessGroupGloo as ShardProcessGroupGloo
+    from fft.train.session.settings import ManagerConfig as ManagerConfig
+    from fft.train.step.preemption import FileNotice as FileNotice
+    from fft.train.step.preemption import HttpNotice as HttpNotice
+    from fft.train.step.preemption import Notice as Notice
 
-_HOME = {
-    "Checkpointing": "fft.checkpoints.plan",
-    "Call": "fft.train.api.restartable",
-    "CursorLoader": "fft.train.data.loaders",
-    "DataSource": "fft.train.data.source",
-    "DiLoCo": "fft.train.paradigms.periodic.algorithms",
-    "Due": "fft.train.data.source",
-    "FileNotice": "fft.train.step.preemption",
-    "HttpNotice": "fft.train.step.preemption",
-    "LiveSet": "fft.train.api.live_set",
-    "LocalSGD": "fft.train.paradigms.periodic.algorithms",
-    "ManagerConfig": "fft.train.session.settings",
-    "ManagerFFT": "fft.train.api.manager",
-    "Notice": "fft.train.step.preemption",
-    "Peer": "fft.messages.identities",
-    "ShardProcessGroupGloo": "fft.train.process_groups.shard",
-    "ShardProcessGroupNCCL": "fft.train.process_groups.nccl",
-    "StageInput": "fft.train.paradigms.stages.input",
-    "StageOutput": "fft.train.paradigms.stages.output",
-    "StepResult": "fft.train.session.step_results",
-    "StreamLoader": "fft.train.data.loaders",
-    "Transaction": "fft.train.api.manager",
-    "live_set": "fft.train.api.live_set",
-    "restartable": "fft.train.api.restartable",
+_HOMES = {
+    alias.asname: node.module or ""
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+    if alias.asname and alias.asname != "__version__"
 }
+"""The module of each public name, which is imported when the name is first used."""
+__all__ = sorted(_HOMES)
 
 make_records_printable()
 
-_MODULES = ("abort", "active", "health_checks")
-
-__all__ = [
-    *errors.__all__,
-    "Checkpointing",
-    "Call",
-    "CursorLoader",
-    "DataSource",
-    "DiLoCo",
-    "Due",
-    "FileNotice",
-    "HttpNotice",
-    "LiveSet",
-    "LocalSGD",
-    "ManagerConfig",
-    "ManagerFFT",
-    "Notice",
-    "Peer",
-    "ShardProcessGroupGloo",
-    "ShardProcessGroupNCCL",
-    "StageInput",
-    "StageOutput",
-    "StepResult",
-    "StreamLoader",
-    "Transaction",
-    "abort",
-    "active",
-    "errors",
-    "health_checks",
-    "live_set",
-    "restartable",
-]
-
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name in _MODULES:
-        return importlib.import_module(f"fft.{name}")
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'fft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if (home := _HOMES[name]) == __name__:
+        return importlib.import_module(f"fft.{name}")
+    return getattr(importlib.import_module(home), name)

@@ -1,6 +1,6 @@
 """Exceptions of FFT. Each message names the object, the expected and the actual value, and the fix.
 
-The public exceptions; `import fft` offers them as ``fft.errors`` and by name::
+The public exceptions, such as ``fft.errors.NoState``; ``fft.FftError`` is their base::
 
     Exception
     └── FftError                     base of every error that FFT raises on purpose

@@ -260,13 +260,15 @@ class Cluster:
         digest: str | None = None,
         data: str | None = None,
         block: str = "",
+        checkpoint: bool = False,
     ) -> None:
         """Let every main thread that is in a txn finish its step function successfully."""
         for node in list(nodes or self.live()):
             if node.txn is not None:
                 manifest = Manifest(reductions, 4 * reductions, "x", data=data, block=block)
                 self.learn(node)
-                done = Prepared(node.txn.token, True, manifest, skip=skip, digest=digest)
+                asks = {"skip": skip, "digest": digest, "checkpoint": checkpoint}
+                done = Prepared(node.txn.token, True, manifest, **asks)  # type: ignore[arg-type]
                 self.post(node, done)
 
     def learn(self, node: Node) -> None:

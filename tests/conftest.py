@@ -18,7 +18,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test jobs must not write to, or resume from, the checkpoints of the user who runs the tests.
-for name in [n for n in os.environ if n.startswith(("FFT_CHECKPOINT", "FFT_RESUME"))]:
+for name in [n for n in os.environ if n.startswith(("FFT_CHECKPOINT", "FFT_MEMORY", "FFT_RESUME"))]:
     del os.environ[name]
 
 # The scripts that tests start import the tests' shared modules, too.

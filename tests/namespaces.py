@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual interfaces.
+"""Hosts on one machine: network namespaces joined by virtual interfaces.
 
 They need root and `ip`. The namespaces and interfaces are deleted when the block is left.
 """
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 class Host:
-    """One of the two hosts. ``name``: its host name, which its /etc/hosts resolves to 127.0.1.1."""
+    """One of the hosts. ``name``: its host name, which its /etc/hosts resolves to 127.0.1.1."""
 
     def __init__(self, space: str, name: str, hosts: Path, link: str) -> None:
         self.space, self.name, self.hosts, self.link = space, name, hosts, link
@@ -75,6 +75,33 @@ def two_hosts(folder: Path, families: str = "46") -> Iterator[tuple[Host, Host]]
         yield hosts[0], hosts[1]
     finally:
         for space in names:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+@contextmanager
+def hosts_of_one_network(folder: Path, number: int) -> Iterator[list[Host]]:
+    """Hosts that reach each other through a bridge; host n has the address 10.77.0.(n + 1)."""
+    tag = secrets.token_hex(3)
+    names = [f"fft{tag}h{n}" for n in range(number)]
+    switch, made = f"fft{tag}s", []
+    try:
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
+        for n, space in enumerate(names):
+            _ip(f"netns add {space}")
+            known = folder / space
+            known.write_text(f"127.0.0.1 localhost\n127.0.1.1 {space}\n")
+            host = Host(space, space, known, f"v{tag}h{n}")
+            _ip(f"link add {host.link} netns {space} type veth peer name p{n} netns {switch}")
+            _ip(f"-n {switch} link set p{n} master bridge up")
+            host.ip(f"addr add 10.77.0.{n + 1}/24 dev {host.link}")
+            host.ip("link set lo up")
+            host.ip(f"link set {host.link} up")
+            made.append(host)
+        yield made
+    finally:
+        for space in (*names, switch):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 

@@ -1,8 +1,12 @@
 """Run FFT with each supported release of torch, Python and torchft, and write docs/versions.md.
 
+An interpreter is found on PATH as python3.12, or among pyenv's.
+
 python -m tools.versions                          # all cells, one environment after the other
 python -m tools.versions --torch 2.15.0           # the cells with that torch
 python -m tools.versions --part demo --keep DIR   # one part; environments stay in DIR
+python -m tools.versions --missing                # what has no result yet
+python -m tools.versions --size DIR               # measure requirements and imports of this tree
 python -m tools.versions --page                   # only write the page
 """
 
@@ -11,14 +15,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import asdict, dataclass
+from importlib.metadata import distribution
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.pages import markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
@@ -52,40 +64,68 @@ CELLS = (
 )
 PARTS = {
     "import": "{python} -c 'import fft; fft.ManagerFFT'",
-    "demo": "make demo VENV={env} TRACES={traces}",
-    "compat": "make compat VENV={env}",
-    "train a-l": "{python} {pytest} tests/train/test_[a-l]*.py",
-    "train m-z": "{python} {pytest} tests/train/test_[m-z]*.py",
+    "demo": "make -o {env}/.installed demo VENV={env} TRACES={traces}",
+    "compat": "make -o {env}/.installed compat VENV={env}",
+    "train a-d": "{python} {pytest} tests/train/test_[a-d]*.py",
+    "train e-l": "{python} {pytest} tests/train/test_[e-l]*.py",
+    "train m-r": "{python} {pytest} tests/train/test_[m-r]*.py",
+    "train s-z": "{python} {pytest} tests/train/test_[s-z]*.py",
     "engine": "{python} {pytest} tests/engine",
     "bus": "{python} {pytest} tests/bus",
 }
 _PYTEST = "-m pytest -q -m 'not long' -n 2 --dist loadfile"
+_WITHOUT_TORCHFT = ("engine", "bus")
+"""The parts that can run with a Python for which torchft has no wheel."""
 _LIMIT_S = 1800
+
+
+def interpreter_of(python: str) -> str | None:
+    """Return the path of an interpreter of this release, or None."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for path in (f"python{python}", *map(str, pyenv.glob(f"{python}.*/bin/python"))):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([path, "-c", ""], check=True, capture_output=True)
+            return path
+    return None
 
 
 def build(cell: Cell, env: Path) -> str | None:
     """Create the environment of a cell; return why that is not possible here, or None."""
-    interpreter = f"python{cell.python}"
-    if subprocess.run([interpreter, "-c", ""], capture_output=True).returncode:
-        return f"this machine has no {interpreter}"
+    interpreter = interpreter_of(cell.python)
+    if interpreter is None:
+        return f"this machine has no python{cell.python}"
     subprocess.run([interpreter, "-m", "venv", env], check=True)
     torchft = "torchft==0.2.0" if cell.torchft == NIGHTLY else f"torchft=={cell.torchft}"
-    wanted = [f"torch=={cell.torch}", torchft, "-e", f"{ROOT}[test]"]
-    pip = [env / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-    steps = [[*pip, "--no-compile", *wanted]]
+    pip = [str(env / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "-q", "--no-compile", "--only-binary", "torchft"]
+    steps = [
+        [*install, f"torch=={cell.torch}", "-e", f"{ROOT}[test]"],
+        [*install, torchft],
+    ]
     if cell.torchft == NIGHTLY:
-        steps.append([env / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "torchft"])
-        steps.append([*pip, "--no-deps", f"torchft-nightly=={NIGHTLY.split()[1]}"])
+        steps.append([*pip, "uninstall", "-q", "-y", "torchft"])
+        steps.append([*install, "--no-deps", f"torchft-nightly=={NIGHTLY.split()[1]}"])
     for step in steps:
         done = subprocess.run(step, capture_output=True, text=True)
-        if done.returncode:
-            return done.stderr.strip().splitlines()[-1]
-    (env / ".installed").touch()  # make takes the environment as it is
+        if done.returncode and step[-1] == torchft and "from versions: none" in done.stderr:
+            (env / ".no-torchft").touch()
+        elif done.returncode:
+            return next(
+                (x for x in done.stderr.splitlines() if x.startswith("ERROR")), done.stderr[-200:]
+            )
+    (env / ".installed").touch()
     return None
+
+
+def not_possible(reason: str) -> dict[str, object]:
+    """Return the result of what this machine, or this release, cannot run."""
+    return {"code": None, "seconds": 0, "failed": [], "result": f"no: {reason}"}
 
 
 def run(cell: Cell, part: str, env: Path) -> dict[str, object]:
     """Run a part in the environment of a cell, and return its result."""
+    if (env / ".no-torchft").exists() and part not in _WITHOUT_TORCHFT:
+        return not_possible(f"torchft has no wheel for Python {cell.python}")
     with tempfile.TemporaryDirectory() as traces:
         command = PARTS[part].format(
             python=env / "bin/python", pytest=_PYTEST, env=env, traces=traces
@@ -108,23 +148,76 @@ def run(cell: Cell, part: str, env: Path) -> dict[str, object]:
     }
 
 
-def record(cell: Cell, part: str, result: dict[str, object]) -> None:
+def commit_of(root: Path) -> str:
+    """Return the commit of a tree, and whether it is changed outside of the docs."""
+    git = ["git", "-C", str(root)]
+    found = subprocess.check_output([*git, "describe", "--always", "--exclude=*"], text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!docs"]).returncode
+    return found.strip() + ("-dirty" if changed else "")
+
+
+def record(about: dict[str, object], root: Path = ROOT) -> None:
     """Append a result, with the commit and the day."""
-    commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    where = subprocess.run(commit, capture_output=True, text=True).stdout.strip()
-    line = {**asdict(cell), "part": part, "commit": where, "when": time.strftime("%Y-%m-%d")}
+    line = {**about, "commit": commit_of(root), "when": time.strftime("%Y-%m-%d")}
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
-        file.write(json.dumps(line | result) + "\n")
+        file.write(json.dumps(line) + "\n")
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Return all results, the oldest first."""
+    return [json.loads(x) for x in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def requirements(root: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the packages that FFT requires, and of these with all that they require.
+
+    Without torch, and what only torch requires.
+    """
+    from packaging.requirements import Requirement  # environments of the matrix may lack it
+
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    direct = [Requirement(text).name for text in wanted]
+    found: dict[str, None] = {}
+    while wanted:
+        one = Requirement(wanted.pop())
+        if one.name == "torch" or one.name in found:
+            continue
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            found[one.name] = None
+            wanted += distribution(one.name).requires or []
+    return direct, sorted(found)
+
+
+def size(root: Path) -> dict[str, object]:
+    """Measure in this environment what FFT requires and how long its import takes."""
+    direct, names = requirements(root)
+    files = [
+        distribution(name).locate_file(f) for name in names for f in distribution(name).files or ()
+    ]
+    kept = [Path(str(f)) for f in files if not str(f).endswith(".pyc") and Path(str(f)).is_file()]
+    seconds = {}
+    for what in ("import torch, torchft", "import fft", "import fft; fft.ManagerFFT"):
+        took = []
+        for _ in range(10):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-c", what], check=True, cwd=root)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        seconds[what] = round(median(took), 2)
+    mb = round(sum(f.stat().st_size for f in kept) / 1e6)
+    return {"part": "size", "required": len(direct), "all": len(names), "mb": mb, "cpu_s": seconds}
+
+
+def latest_results() -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the last result of each part of each cell."""
+    key = ("torch", "python", "torchft", "part")
+    return {tuple(r[name] for name in key): r for r in recorded() if r["part"] != "size"}
 
 
 def page() -> str:
     """Return docs/versions.md."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    latest: dict[tuple[str, ...], dict[str, object]] = {}
-    for result in map(json.loads, lines):
-        key = ("torch", "python", "torchft", "part")
-        latest[tuple(result[name] for name in key)] = result
+    latest = latest_results()
     head = "| torch | Python | torchft | " + " | ".join(PARTS) + " |"
     rows = [head, "|---" * (3 + len(PARTS)) + "|"]
     notes = []
@@ -136,7 +229,7 @@ def page() -> str:
             cells.append("not run" if found is None else str(found["result"]))
             if found is not None:
                 about = f"{found['when']}, commit {found['commit']}, {found['seconds']} s"
-                names = "".join(f"; failed: `{name}`" for name in found["failed"])  # type: ignore[attr-defined]
+                names = "".join(f"; failed: `{name}`" for name in found["failed"])
                 notes.append(f"- {' / '.join(key)}, {part}: {about}{names}")
         rows.append("| " + " | ".join(cells) + " |")
     parts = [
@@ -160,8 +253,30 @@ def page() -> str:
             "",
             *notes,
             "",
+            "## Size and imports",
+            "",
+            "Measured by `python -m tools.versions --size .`: the packages that FFT requires,",
+            "these with all that they require except torch, their size on disk without byte code,",
+            "and the time of an import in seconds of CPU (the median of 10). A training script",
+            "imports torch and torchft anyway. [Dependencies](decisions/packages.md) has the use",
+            "of each package.",
+            "",
+            *sizes(),
+            "",
         ]
     )
+
+
+def sizes() -> list[str]:
+    """Return the table of what FFT requires, at each commit that was measured."""
+    measured = {r["commit"]: r for r in recorded() if r["part"] == "size"}
+    texts = list(dict.fromkeys(text for r in measured.values() for text in r["cpu_s"]))
+    head = ["commit", "day", "required", "with theirs", "MB", *(f"`{text}`" for text in texts)]
+    rows = [
+        [r["commit"], r["when"], r["required"], r["all"], r["mb"], *r["cpu_s"].values()]
+        for r in measured.values()
+    ]
+    return markdown(head, [[str(value) for value in row] for row in rows])
 
 
 def main() -> int:
@@ -173,14 +288,23 @@ def main() -> int:
     parser.add_argument("--torchft", help="such as 0.2.0, or nightly")
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--keep", type=Path, help="folder in which the environments stay")
+    parser.add_argument("--missing", action="store_true", help="what has no result yet")
+    parser.add_argument("--size", type=Path, metavar="DIR", help="requirements of a source tree")
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args()
     failed = 0
-    for cell in () if args.page else CELLS:
+    if args.size is not None:
+        record(size(args.size.resolve()), args.size)
+    for cell in () if args.page or args.size else CELLS:
         asked = (args.torch, cell.torch), (args.python, cell.python)
         if any(value not in (None, own) for value, own in asked):
             continue
         if args.torchft is not None and not cell.torchft.startswith(args.torchft):
+            continue
+        names = (cell.torch, cell.python, cell.torchft)
+        done = latest_results() if args.missing else {}
+        parts = [part for part in args.part or PARTS if (*names, part) not in done]
+        if not parts:
             continue
         with contextlib.ExitStack() as stack:
             home = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -188,18 +312,12 @@ def main() -> int:
             if not (env / ".installed").exists():
                 shutil.rmtree(env, ignore_errors=True)
                 if (reason := build(cell, env)) is not None:
-                    result = {
-                        "code": None,
-                        "seconds": 0,
-                        "failed": [],
-                        "result": f"not run: {reason}",
-                    }
-                    record(cell, "environment", result)
+                    record(asdict(cell) | {"part": "environment"} | not_possible(reason))
                     continue
-            for part in args.part or PARTS:
+            for part in parts:
                 result = run(cell, part, env)
-                record(cell, part, result)
-                failed += result["code"] != 0
+                record(asdict(cell) | {"part": part} | result)
+                failed += result["code"] not in (0, None)
     PAGE.write_text(page())
     return 1 if failed else 0
 

@@ -371,12 +371,18 @@ class Checkpoints:
                 raise DamagedCheckpoint(f"{path}: its SHA-256 is not that in the manifest")
         return manifest
 
-    def newest(self) -> tuple[Manifest | None, list[str]]:
-        """Return the newest checkpoint that verifies, or None, and the problems of newer ones."""
+    def newest(self, below: int | None = None) -> tuple[Manifest | None, list[str]]:
+        """Return the newest checkpoint that verifies, or None, and the problems of newer ones.
+
+        Args:
+            below: It must be of an earlier step than this one.
+        """
         for _ in range(_LOOKS):
             names, problems, damaged = self._names(), list[str](), list[Found]()
             whole: Manifest | None = None
             for entry in reversed([e for e in self._looked_at() if e.step is not None]):
+                if below is not None and (entry.step or 0) >= below:
+                    continue
                 try:
                     if entry.manifest is None:
                         raise DamagedCheckpoint(str(entry.problem))
@@ -614,12 +620,15 @@ def _ranks_of(manifest: Manifest) -> Iterator[tuple[str, int]]:
 # --- the checkpoint that a job resumes from ---
 
 
-def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
+def choose(
+    checkpoints: Checkpoints, resume: bool | int, below: int | None = None
+) -> Manifest | None:
     """Return the checkpoint to resume from, or None to start from scratch.
 
     Args:
         checkpoints: The checkpoints of the store.
         resume: The setting of `fft.checkpoints.plan.Checkpointing`.
+        below: The newest one must be of an earlier step than this one.
 
     Raises:
         CheckpointError: Checkpoints exist but ``resume`` is False, all of them are unusable, or the
@@ -633,7 +642,7 @@ def choose(checkpoints: Checkpoints, resume: bool | int) -> Manifest | None:
             return None
         if resume is not True:
             return checkpoints.manifest(resume)
-        manifest, problems = checkpoints.newest()
+        manifest, problems = checkpoints.newest(below)
         _name_leftovers(checkpoints, manifest)
         _refuse_foreign(checkpoints, manifest)
     except OSError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,8 @@ from fft.errors import CheckpointError
 
 EVERY = "300s"
 KEEP = 3
+COPIES = 3
+"""Multiple of a rank's state that copies in memory take: two copies, and a buffer to write from."""
 _TIME = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(s|m|h)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -30,6 +33,8 @@ class Checkpointing:
         resume: ``True`` resumes from the newest checkpoint that verifies; a number resumes from the
             checkpoint of that step; ``False`` begins a new job and requires that no checkpoint
             exists yet.
+        source: Place of the checkpoint of step ``resume``, if it is not at ``place``: the folder
+            with the copies in memory. `fft run` sets it.
 
     Raises:
         CheckpointError: A value is invalid.
@@ -39,6 +44,7 @@ class Checkpointing:
     every: int | str = EVERY
     keep: int = KEEP
     resume: bool | int = False
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not str(self.place):
@@ -78,6 +84,54 @@ class Checkpointing:
         return {**told, "FFT_CHECKPOINT_KEEP": keep, "FFT_RESUME": "never", **resume}
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Settings for the copies of the state in the memory of a host, between two checkpoints.
+
+    Attributes:
+        place: The folder in shared memory, which belongs to `fft run` of this host.
+        every: Commits between two copies, or None for an interval that costs 1 % of the time.
+        limit: Maximum size of the copies of one rank in bytes.
+        resume: Step of the copy to resume from, or None.
+        unused: Why copies were not used that this start could have begun with.
+    """
+
+    place: Path
+    every: int | None
+    limit: int
+    resume: int | None = None
+    unused: tuple[str, ...] = ()
+
+    def to_env(self) -> dict[str, str]:
+        """Return these settings as environment variables for the processes of a job."""
+        resume = {} if self.resume is None else {"FFT_MEMORY_RESUME": str(self.resume)}
+        if self.unused:
+            resume["FFT_MEMORY_UNUSED"] = json.dumps(self.unused)
+        told = {"FFT_MEMORY": str(self.place), "FFT_MEMORY_LIMIT": str(self.limit)}
+        return {**told, "FFT_MEMORY_EVERY": str(self.every or ""), **resume}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> MemoryPlan | None:
+        """Return the settings that `fft run` has passed to this process, or None."""
+        if not (place := env.get("FFT_MEMORY")):
+            return None
+        every, resume = env.get("FFT_MEMORY_EVERY"), env.get("FFT_MEMORY_RESUME")
+        numbers = int(every) if every else None, int(env["FFT_MEMORY_LIMIT"])
+        unused = tuple(json.loads(env.get("FFT_MEMORY_UNUSED") or "[]"))
+        return cls(Path(place), *numbers, int(resume) if resume else None, unused)
+
+
+def memory_interval(text: str) -> int | None:
+    """Return the commits between two copies; None for ``auto``. Raises CheckpointError."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise CheckpointError(
+            f"--memory {text}: give auto, off, or the number of steps between two copies"
+        )
+    return int(text)
+
+
 def checkpointing_of(
     given: Checkpointing | str | Path | None, env: Mapping[str, str] = os.environ
 ) -> Checkpointing | None:
@@ -87,6 +141,13 @@ def checkpointing_of(
     """
     if given is not None and not isinstance(given, Checkpointing):
         given = Checkpointing(given)
+    found, memory = _durable_of(given, env), MemoryPlan.from_env(env)
+    if found is None or memory is None or memory.resume is None:
+        return found
+    return replace(found, resume=memory.resume, source=str(memory.place))
+
+
+def _durable_of(given: Checkpointing | None, env: Mapping[str, str]) -> Checkpointing | None:
     if not (place := env.get("FFT_CHECKPOINT")):
         return given
     keep = env.get("FFT_CHECKPOINT_KEEP") or str(KEEP)

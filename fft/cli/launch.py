@@ -39,8 +39,14 @@ _RANKS = Annotated[int, typer.Option(min=1, help="Ranks per group.")]
 _NODES = Annotated[
     int | None, typer.Option(min=1, help="Nodes for the groups. Default: one for each.")
 ]
+_RANKS_PER_HOST = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of a group on one host. Default: all.")
+]
 _SPARE_NODES = Annotated[
-    int, typer.Option(min=0, help="More nodes, which take over groups of lost ones.")
+    int,
+    typer.Option(
+        "--spare-nodes", "--spare-hosts", min=0, help="More nodes, which replace lost ones."
+    ),
 ]
 _ARRAY = Annotated[bool, typer.Option("--array", help="Each group is a job of its own.")]
 _DIR = Annotated[
@@ -96,6 +102,7 @@ def slurm(
     arguments: _ARGUMENTS = None,
     groups: _GROUPS = 1,
     ranks: _RANKS = 1,
+    ranks_per_host: _RANKS_PER_HOST = None,
     nodes: _NODES = None,
     spare_nodes: _SPARE_NODES = 0,
     array: _ARRAY = False,
@@ -124,7 +131,7 @@ def slurm(
             folder = own_folder(Path("runs"), f"{datetime.now():%Y%m%d-%H%M%S}")
         place = (folder or Path("runs/<time>")).absolute()
         job = SlurmJob(
-            placement=Placement(groups, ranks, nodes or groups, spare_nodes),
+            placement=Placement.of(groups, ranks, nodes, spare_nodes, ranks_per_host),
             folder=place,
             script=[str(script), *(arguments or [])],
             checkpoint=["--checkpoint", checkpoint or str(place / "checkpoints"), "--every", every],
@@ -153,6 +160,7 @@ def k8s(
     name: _NAME = None,
     groups: _GROUPS = 1,
     ranks: _RANKS = 1,
+    ranks_per_host: _RANKS_PER_HOST = None,
     spare_pods: _SPARE_PODS = 0,
     limits: _LIMITS = "",
     claim: _CLAIM = None,
@@ -175,7 +183,7 @@ def k8s(
         place = checkpoint or (f"{FOLDER}/checkpoints" if claim else None)
         job = KubernetesJob(
             name=name or name_for(script),
-            placement=Placement(groups, ranks, groups, spare_pods),
+            placement=Placement.of(groups, ranks, None, spare_pods, ranks_per_host),
             image=image,
             script=[str(script), *(arguments or [])],
             checkpoint=["--checkpoint", place, "--every", every, "--resume"] if place else [],

@@ -25,7 +25,7 @@ from fft.util.terminal import put, write_err
 
 if TYPE_CHECKING:
     from fft.bus.token import JobToken
-    from fft.launch.supervisor import JobOutcome, RunConfig
+    from fft.launch.supervisor import JobOutcome, RunConfig, Script
     from fft.messages.fault_plans import FaultPlan
 
 
@@ -52,6 +52,10 @@ _SCRIPT = Annotated[Path, typer.Argument(help="The training script.", show_defau
 _ARGUMENTS = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
 _GROUPS = Annotated[int, typer.Option("--groups", "--nnodes", min=0, help="Replica groups.")]
 _RANKS = Annotated[int, typer.Option("--ranks", "--nproc-per-node", min=1, help="Ranks per group.")]
+_RANKS_PER_HOST = Annotated[
+    int | None,
+    _option(_MACHINES, "Ranks of a group on each host, if it has several.", metavar="N"),
+]
 _MIN_GROUPS = Annotated[int, _option(None, "Drain below this number of usable groups.")]
 _TIMEOUT = Annotated[float | None, _option(None, "Kill the job after these seconds.", metavar="S")]
 _DRAIN_TIMEOUT = Annotated[float, _option(None, "Longest drain, in seconds.", metavar="S")]
@@ -86,6 +90,10 @@ _EVERY = Annotated[
 _KEEP = Annotated[int, _option(_CHECKPOINTS, "Newest ones to keep; 0: all.", metavar="N", min=0)]
 _RESUME = Annotated[bool, _option(_CHECKPOINTS, "Begin with the newest valid one.", "--resume")]
 _AUTO_RESUME = Annotated[bool, _option(_CHECKPOINTS, "Restart from it if the state is lost.")]
+_MEMORY = Annotated[
+    str,
+    _option(_CHECKPOINTS, "Copies in memory: auto, off, or every N steps.", metavar="auto|off|N"),
+]
 
 _MAX_RESTARTS = Annotated[
     int, _option(_RECOVERY, "Restarts of a group without a commit.", metavar="N")
@@ -279,6 +287,7 @@ def run(
     bus: _BUS_KIND = BusKind.tcp,
     cluster: _CLUSTER = 1,
     join: _JOIN = False,
+    ranks_per_host: _RANKS_PER_HOST = None,
     first_group: _FIRST_GROUP = 0,
     all_groups: _ALL_GROUPS = None,
     take_over: _TAKE_OVER = False,
@@ -292,6 +301,7 @@ def run(
     keep: _KEEP = KEEP,
     resume: _RESUME = False,
     auto_resume: _AUTO_RESUME = True,
+    memory: _MEMORY = "auto",
 ) -> None:
     """Run SCRIPT in groups x ranks processes, and restart processes that die.
 
@@ -299,23 +309,47 @@ def run(
     """
     options = locals()
     with _interrupts() as interrupts, plain_errors():
-        from fft.launch.resuming import Resumptions, begun, held
-
         options["script"] = [str(script), *(arguments or [])]
-        options["checkpoint"] = _checkpointing(checkpoint, every, keep, resume)
+        options["checkpoint"] = _checkpointing(checkpoint, every, keep, resume, memory)
         config = _config(options, join)
-        plan, traces = _plan(config), config.trace_dir
+        plan = _plan(config)
         restarts = any(fault.kind == "lighthouse_restart" for fault in plan.faults)
         serve = None if join else (bus, cluster, _wants_lighthouse(lighthouse, restarts))
-        with held(config, join) as config, _served(metrics) as follow:
+        found = _all_starts(config, plan, join, progress, metrics, serve, interrupts)
+        _tell(*found)  # still inside `_interrupts`, so a signal does not cut the report
 
-            def supervise(config: RunConfig, plan: FaultPlan) -> JobOutcome:
-                follow(config.trace_dir)
-                return _supervise(config, plan, progress, serve, interrupts)
 
-            config = begun(config, join)
-            verdict, config = Resumptions(supervise, write_err, join).run(config, plan, traces)
-        _tell(verdict, config)  # still inside `_interrupts`, so a signal does not cut the report
+def _all_starts(
+    config: RunConfig,
+    plan: FaultPlan,
+    join: bool,
+    progress: bool,
+    metrics: str | None,
+    serve: tuple[BusKind, int, bool] | None,
+    interrupts: Interrupts,
+) -> tuple[JobOutcome, RunConfig]:
+    """Run all starts of the job; return how the last one ended, and its configuration."""
+    from fft.launch.exit_status import AGAIN
+    from fft.launch.resuming import Resumptions, begun, held
+    from fft.launch.supervisor import Script
+
+    traces = config.trace_dir
+    # one fork server for all starts: the imports of torch take longer than the rest
+    with (
+        held(config, join) as (config, keep_copies),
+        _served(metrics) as follow,
+        closing(Script(config.script)) as processes,
+    ):
+
+        def supervise(config: RunConfig, plan: FaultPlan) -> JobOutcome:
+            follow(config.trace_dir)
+            return _supervise(config, plan, progress, serve, interrupts, processes)
+
+        config = begun(config, join)
+        verdict, config = Resumptions(supervise, write_err, join).run(config, plan, traces)
+        if verdict.exit_status in AGAIN and config.has_copies:
+            keep_copies()
+    return verdict, config
 
 
 @contextmanager
@@ -375,10 +409,12 @@ def _tell(verdict: JobOutcome, config: RunConfig) -> NoReturn:
     raise typer.Exit(int(status))
 
 
-def _checkpointing(place: str | None, every: str, keep: int, resume: bool) -> Checkpointing | None:
+def _checkpointing(
+    place: str | None, every: str, keep: int, resume: bool, memory: str
+) -> Checkpointing | None:
     """Return the checkpoint settings of the command line, or None. Raises FftError."""
-    if resume and not place:
-        raise FftError("--resume needs --checkpoint, the place of the checkpoints")
+    if resume and not place and memory == "off":
+        raise FftError("--resume needs --checkpoint, the place of the checkpoints, or --memory")
     if not place and (every, keep) != (EVERY, KEEP):
         raise FftError("--every and --keep need --checkpoint, the place of the checkpoints")
     return Checkpointing(place, every, keep, resume) if place else None
@@ -390,6 +426,7 @@ def _supervise(
     progress: bool,
     serve: tuple[BusKind, int, bool] | None,
     interrupts: Interrupts,
+    script: Script,
 ) -> JobOutcome:
     """Start the services and supervise the job in this process.
 
@@ -397,6 +434,7 @@ def _supervise(
         serve: Kind of bus, number of its servers and whether to start a lighthouse, or None to join
             a running job.
         interrupts: Drains the job at the first signal and kills it at the second.
+        script: Starts the processes.
     """
     _calm_lighthouse()
     # With a wrong interface name all ranks would fail and be restarted, so check it here.
@@ -426,7 +464,7 @@ def _supervise(
         )
     try:
         display = open_display(SafeConsole()) if progress else SilentDisplay(SafeConsole())
-        supervisor = Supervisor(config, plan, services, display, token)
+        supervisor = Supervisor(config, plan, services, display, token, script)
         interrupts.output = str(config.trace_dir / "fft-run.log")
         interrupts.go_to(supervisor.interrupt)
         with ExitStack() as undo:

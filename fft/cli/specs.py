@@ -86,9 +86,13 @@ def config(
         str, typer.Option(envvar="FFT_BUS", help="URL of the job's bus, or its beginning.")
     ] = "tcp://",
 ) -> None:
-    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work."""
+    """Show every timeout: what it bounds, and where its value is from; refuse what cannot work.
+
+    Also show the memory of this host that copies of the state may take under `fft run`.
+    """
     from rich.table import Table
 
+    from fft.launch.memory import about_memory
     from fft.protocol.load import load_spec
     from fft.protocol.timeouts import from_env, from_pairs, resolve
 
@@ -99,6 +103,7 @@ def config(
     for timeout in timeouts:
         table.add_row(timeout.name, f"{timeout.seconds:g}", timeout.bounds, timeout.origin)
     console().print(table)
+    put(f"{about_memory()}\n")
 
 
 def doctor() -> None:

@@ -53,6 +53,7 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
+    from fft.launch.outcome import kept
     from fft.trace import report as of
 
     with plain_errors():
@@ -75,7 +76,8 @@ def report(
         if html or perfetto or otlp:
             return
         if as_json:
-            put(json.dumps(of.full_report(folder), indent=2) + "\n")
+            known = of.full_report(folder) | {"ended": kept(folder)}
+            put(json.dumps(known, indent=2) + "\n")
             return
         course, found = of.course_of(folder), of.incidents(folder)
         has_gaps = bool(damaged := of.damages(folder))
@@ -86,7 +88,7 @@ def report(
         shown += of.change_lines(found, course)
         shown += [of.taint(folder), of.refusals(folder), of.fired(folder), of.place_table(folder)]
         shown += [of.input_wait(folder), of.checkpoints(folder, has_gaps)]
-        shown += [of.went_on(folder, has_gaps)]
+        shown += [of.went_on(folder, has_gaps), *kept(folder)]
     for part in filter(None, shown):
         # A folded path cannot be copied.
         console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

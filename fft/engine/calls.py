@@ -140,6 +140,10 @@ class Buses:
         """Add the bus of another scope."""
         self._at[beside(scope)] = bus
 
+    def meet(self, bus: ErrorBus) -> None:
+        """Replace the bus of the replica group."""
+        self.group = self._at[GROUP] = bus
+
     def perform(self, call: Call) -> object:
         """Perform a call and return the reply. Raises ``BusError``, ``UnreadableMessage``."""
         bus = self._at[call.at]

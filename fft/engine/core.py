@@ -49,7 +49,7 @@ from fft.engine.calls import (
     beside,
 )
 from fft.errors import BusError
-from fft.messages.causes import CauseCode
+from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.commands import COMMANDS, Answer, RollCall, answer_inbox
 from fft.messages.commands import Command as OperatorCommand
 from fft.messages.effects import (
@@ -80,6 +80,7 @@ from fft.messages.protocol import (
     Decision,
     Drain,
     Event,
+    Leave,
     NoStep,
     Peer,
     Record,
@@ -281,6 +282,7 @@ class EngineCore:
         at_bus: Name of the effect whose bus operation is pending and its start time, or None.
         closed: Whether ``Close`` was handled; the core then ignores all events.
         fenced: Number of events that were dropped because their fencing token was old.
+        why_left: Why the participant leaves in good order, once that is decided, or None.
     """
 
     def __init__(
@@ -297,6 +299,7 @@ class EngineCore:
         self.at_bus: tuple[str, float] | None = None
         self.closed = False
         self.fenced = 0
+        self.why_left: LeaveReason | None = None
         self._host, self._slot, self._trace, self._wiring = host, slot, trace, wiring
         self._others = {other.name: other for other in wiring.others}
         self._now = 0.0
@@ -318,6 +321,10 @@ class EngineCore:
     def post(self, event: Posted) -> None:
         """Queue an event."""
         self._inbox.append(event)
+
+    def regain_group_bus(self) -> None:
+        """Vote on the bus of the replica group again, because the group has a new one."""
+        self._ballots.regain()
 
     def step(self, now: float, answer: object = None) -> Call | None:
         """Run until the next bus call, or to the end of the current event.
@@ -432,7 +439,11 @@ class EngineCore:
         elif out.verdict == "refused" or (out.verdict == "row" and out.reason):
             self._wiring.log.error("protocol error: %s (%s)", out.reason, event)
         self._trace.outcome(before, after, event, out, now)
+        if after.role == "last_commit" and after.head is not None:
+            self.why_left = after.head.why_left(self.participant.config.me.group)
         for effect in out.effects:
+            if isinstance(effect, Broadcast) and isinstance(effect.message, Leave):
+                self.why_left = self.why_left or effect.message.reason
             yield from self._carry_out(effect)
         if (after.dead, after.suspected) != (before.dead, before.suspected):
             self._host.members_lost()
@@ -803,6 +814,10 @@ class _Ballots:
             yield Delete(_old_slot(token), GROUP)
         except BusError as error:
             self._lose_group_bus(error)
+
+    def regain(self) -> None:
+        """Vote on the group's bus again, because the group has another one."""
+        self._has_group_bus = self._world > 1
 
     def _lose_group_bus(self, error: BusError) -> None:
         self._log.warning("votes of the group go to the job's bus from now on: %s", error)

@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 
-from fft.bus.base import Refusal, Subscription
+from fft.bus.base import ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
-from fft.engine.calls import Buses, Call
+from fft.engine.calls import GROUP, Buses, Call
 from fft.engine.core import SILENCE_S, Close, EngineCore, Posted, ScopeReader, Wiring
 from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
 from fft.errors import BusError, FftError
+from fft.messages.causes import LeaveReason
 from fft.messages.commands import decode_command
 from fft.messages.effects import Finish
+from fft.messages.exits import Exit, encode_exit, exit_register
 from fft.messages.protocol import BusDown, Death, Drain, Event, Stop, Suspect, UnreadableMessage
-from fft.messages.wire import decode, inbox_name
+from fft.messages.wire import Packed, decode, inbox_name
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local
 from fft.trace.writer import TraceWriter
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 200
 """Maximum length of an unreadable message, and of its error text, in the log and the trace."""
+_SILENT_S = 0.2
+"""Wait for the bus of the group, in seconds, that a fault of the job ends."""
 
 
 class Engine:
@@ -76,11 +80,15 @@ class Engine:
         readers = tuple(ScopeReader(other.name, other.most) for other in self._others)
         wiring = Wiring(self.bus.url, buses.group is not None, readers)
         self._core = EngineCore(participant, local, host, self, trace, wiring)
-        self._events: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Posted | ErrorBus] = queue.SimpleQueue()
         self._slot: Command | None = None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._abandoned: Finish | None = None
+        self._at_group: float | None = None
+        """When the present operation on the bus of the group began, on the monotonic clock."""
+        self.has_left_group_bus = False
+        """The bus of the group was closed, because it gave no answer."""
         self._subscriptions: list[Subscription] = []
         self._unreadable = LogSampler()
         self._thread = threading.Thread(
@@ -136,6 +144,11 @@ class Engine:
     def post(self, event: Event) -> None:
         """Queue an event. Never blocks; may be called from a signal handler."""
         self._events.put(event)
+
+    def use_group_bus(self, bus: ErrorBus) -> None:
+        """Vote on this bus of the replica group from the next event on. Thread-safe."""
+        self.has_left_group_bus = False
+        self._events.put(bus)
 
     def wait_command(self, limit: float | None = None) -> Command:
         """Wait for the newest command, which stays in the slot until ``take``. Main thread only.
@@ -210,16 +223,17 @@ class Engine:
             return None
         return f"{at[0]} on the bus has had no answer for {took:.1f} s"
 
-    def close(self, limit: float = 5.0) -> None:
+    def close(self, limit: float = 5.0, reason: LeaveReason = LeaveReason.SHUT_DOWN) -> None:
         """Leave the job if still a member; stop the thread; close the subscriptions. Idempotent.
 
         The thread of an abandoned engine is not joined: it ends when the bus is closed.
 
         Args:
+            reason: Why the participant leaves, if it does now.
             limit: Timeout of the join in seconds.
         """
         if self._thread.is_alive():
-            self.post(Stop("shut down"))
+            self.post(Stop("shut down", reason))
             self._events.put(Close())
             if self.abandoned:
                 return
@@ -249,6 +263,20 @@ class Engine:
                 self.trace.note("unreadable", told)
             return
         self._events.put(event)
+        is_fault = isinstance(event, Death | Suspect)
+        if is_fault or (isinstance(event, Packed) and event.record.kind == "abort"):
+            self._leave_silent_group_bus()
+
+    def _leave_silent_group_bus(self) -> None:
+        """Close the bus of the group if the engine thread waits for it.
+
+        The host of its store may be the one that was lost, and the others wait for this
+        participant's acknowledgement.
+        """
+        began, bus = self._at_group, self._buses.group
+        if bus is not None and began is not None and time.monotonic() - began > _SILENT_S:
+            self.has_left_group_bus = True
+            bus.close()
 
     def _on_refusal(self, refusal: Refusal) -> None:
         self.trace.note("refused", asdict(refusal))
@@ -263,18 +291,36 @@ class Engine:
 
     def put(self, command: Command) -> None:
         """Put a command into the slot of the main thread; implements ``CommandSlot``."""
+        if isinstance(command, Finish):
+            self._write_exit(command)
         with self._changed:
             self._slot = command
             self._changed.notify_all()
         if isinstance(command, Finish):
             self.ended.set()
 
+    def _write_exit(self, command: Finish) -> None:
+        """Write why this process ends into its register, for launchers and observers."""
+        if command.error == "InDoubt":  # the bus is out of reach
+            return
+        c, s = self.participant.config, self.local
+        reason = None if command.error else self._core.why_left
+        found = Exit(
+            *(c.me.group, c.me.rank, c.pid, c.host, s.step, reason),
+            error=command.error or "",
+            took_part=s.epoch is not None,
+        )
+        try:
+            self._buses.job.write(exit_register(c.me.group, c.me.rank), encode_exit(found))
+        except BusError as error:
+            logger.warning("launchers may not learn why this process ends: %s", error)
+
     def _run(self) -> None:
         core = self._core
         try:
             while True:
                 while not self._events.empty():  # this thread is the only reader
-                    core.post(self._events.get())
+                    self._take_in(self._events.get())
                 call = core.step(time.monotonic())
                 while call is not None:
                     call = self._perform(call)
@@ -292,10 +338,13 @@ class Engine:
             self._host.abort_groups(cause)
 
     def _perform(self, call: Call) -> Call | None:
+        self._at_group = time.monotonic() if call.at == GROUP else None
         try:
             answer = self._buses.perform(call)
         except (BusError, UnreadableMessage) as error:
             return self._core.fail(time.monotonic(), error)
+        finally:
+            self._at_group = None
         return self._core.step(time.monotonic(), answer)
 
     def _wait(self) -> None:
@@ -304,7 +353,14 @@ class Engine:
         if limit == 0.0:
             return
         with contextlib.suppress(queue.Empty):
-            self._core.post(self._events.get(timeout=limit))
+            self._take_in(self._events.get(timeout=limit))
+
+    def _take_in(self, event: Posted | ErrorBus) -> None:
+        if isinstance(event, ErrorBus):
+            self._buses.meet(event)
+            self._core.regain_group_bus()
+        else:
+            self._core.post(event)
 
 
 def _of_all_scopes(payload: bytes) -> Event | None:

@@ -99,6 +99,12 @@ def is_roll(held: bytes) -> bool:
     return True
 
 
+def beats(bus: ErrorBus, sender: str) -> bool:
+    """Return whether a sender is on the roll, so that no judge has found it silent."""
+    held = bus.read(ROLL)
+    return held is not None and sender in _ROLLS.decode(held).senders
+
+
 def beat_name(sender: str) -> str:
     """Return the name of the register with a sender's heartbeats."""
     return f"host/{sender}"
@@ -117,6 +123,7 @@ class HostWatch:
         by: str,
         limit_s: float,
         processes: Sequence[Process] = (),
+        sender: str = "",
     ) -> None:
         """Start the thread.
 
@@ -125,9 +132,10 @@ class HostWatch:
             by: Kind of this sender, for display.
             limit_s: Seconds of silence of this host after which others suspect it.
             processes: Processes that the heartbeats are for.
+            sender: Name of this sender on the roll; a random one by default.
         """
         self.processes = tuple(processes)
-        self.sender = secrets.token_hex(8)
+        self.sender = sender or secrets.token_hex(8)
         self.alone = True
         """No other sender was on the roll at the last look."""
         self._bus, self._limit = bus, limit_s

@@ -88,7 +88,7 @@ class Steps:
                 items += 1
                 yield item
             if not items:
-                raise fft.DataError("FFTTrainer: the train_dataset has no samples")
+                raise fft.errors.DataError("FFTTrainer: the train_dataset has no samples")
             if self.items_per_data_epoch not in (None, items):
                 logger.warning(
                     "data epoch %d of the train_dataset has %d steps, and by its len() %d: the "

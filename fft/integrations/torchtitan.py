@@ -138,7 +138,7 @@ class FFTTrainer(Trainer):
         assert isinstance(source, _Data), "built by _DataConfig"
         if not self._is_successor:  # a successor fetches its state, and cannot load collectively
             self.checkpointer.load(step=config.checkpoint.load_step)
-        txns = manager.transactions(source.steps, config.training.steps, sharded="rank")
+        txns = manager.transactions(fft.Loader(source.steps, sharded="rank"), config.training.steps)
         txn = next(txns, None)  # joins the job, and fetches the state of a job that is running
         first = self.step
         logger.info("Training starts at step %d", first + 1)

@@ -21,6 +21,9 @@ class ExitStatus(IntEnum):
     HELD = 4
     """This part of the job was not started, because another `fft run` supervises one of its
     groups."""
+    NO_PROGRESS = 5
+    """Restarts in a row have committed no step, so starting the job again as it is will not
+    help."""
     BUS_LOST = 69
     """The bus was out of reach for too long, so this part of the job ended: start it again when the
     bus is back. This is ``EX_UNAVAILABLE`` of ``sysexits.h``."""
@@ -32,6 +35,9 @@ class ExitStatus(IntEnum):
 DONE = (ExitStatus.COMPLETE, ExitStatus.FEWER_GROUPS)
 """The statuses of a job whose work is done."""
 
+AGAIN = (ExitStatus.BUS_LOST, ExitStatus.DRAINED)
+"""The statuses of a job that resumes when it is started again."""
+
 RELEASE_S = 20.0
 """How long a supervisor may take to end after the last step, in seconds: it gives its processes
 time to write the last checkpoint. A supervisor that takes longer was lost with its host."""
@@ -42,13 +48,15 @@ IN_A_WORD = {
     ExitStatus.REFUSED: "not started",
     ExitStatus.FEWER_GROUPS: "complete, but with fewer groups",
     ExitStatus.HELD: "not started beside another fft run",
+    ExitStatus.NO_PROGRESS: "given up after restarts without a step",
     ExitStatus.BUS_LOST: "ended without its bus",
     ExitStatus.DRAINED: "drained before its end",
 }
 
 IN_WORDS = (
     "Exit status: 0 complete; 1 failed; 2 not started (wrong arguments, or a directory in use); "
-    "3 complete, but with fewer groups; 4 another fft run has the groups; 69 the bus was lost, 75 "
-    "drained or preempted: start it again to resume."
+    "3 complete, but with fewer groups; 4 another fft run has the groups; 5 given up after "
+    "restarts that committed no step; 69 the bus was lost, 75 drained or preempted: start it again "
+    "to resume."
 )
 """The end of `fft run --help`."""

@@ -126,10 +126,13 @@ await_bus() {  # returns while the job on the bus is not complete
     tick
   done
 }
+command=("$@")
+# The number of the group follows the first option, if this pod has a part of one.
+if [ "$3" = --first-group ]; then command[3]=$((command[3] / @PARTS_OF_GROUP@)); fi
 while :; do
   await_bus
   before=$bus
-  "$@" & child=$!
+  "${command[@]}" & child=$!
   if [ -n "$stop" ]; then kill -TERM "$child"; fi
   while alive "$child"; do wait "$child"; done
   wait "$child"
@@ -266,7 +269,8 @@ class KubernetesJob:
             late_s: How long the bus serves after the end for pods that come back, in seconds.
         """
         place = self.placement
-        count = {"bus": 1, "group": place.groups, "spare": place.spare_nodes}[role]
+        pods = place.groups * place.parts_of_group
+        count = {"bus": 1, "group": pods, "spare": place.spare_nodes}[role]
         return {
             "completionMode": "Indexed",
             "completions": count,
@@ -354,7 +358,9 @@ class KubernetesJob:
         return self._filled(_PART, {**values, "BUS_RESTART_S": _BUS_RESTART_S, "FOLDER": FOLDER})
 
     def _filled(self, text: str, values: Mapping[str, object]) -> str:
-        for name, value in {**values, "GROUPS": self.placement.groups}.items():
+        place = self.placement
+        values = {**values, "GROUPS": place.groups, "PARTS_OF_GROUP": place.parts_of_group}
+        for name, value in values.items():
             text = text.replace(f"@{name}@", str(value))
         return text
 

@@ -1,21 +1,32 @@
 """The outcome of a whole job, judged from its bus after, or while, its supervisors end.
 
 Each `fft run` writes its exit status to the bus when it releases its groups. A scheduler does not
-know it: `srun`, for example, also returns 0 when a node was lost. Accesses only the bus.
+know it: `srun`, for example, also returns 0 when a node was lost. A supervisor also keeps its
+verdict beside the traces.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from fft.bus import ErrorBus
 from fft.errors import FftError
+from fft.launch.bad_hosts import lines
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
+from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
+from fft.messages.exits import Exit, decode_exit, exit_register
 from fft.messages.protocol import UnreadableMessage
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 """Interval between two reads of the registers, in seconds; nothing announces a release."""
@@ -30,6 +41,8 @@ class Outcome:
     step: int
     is_over: bool
     """All groups of the newest epoch have left."""
+    exits: Mapping[str, tuple[Exit, ...]] = field(default_factory=dict)
+    """How the ranks of each group have ended."""
 
     @classmethod
     def read(cls, bus: ErrorBus, groups: int) -> Outcome:
@@ -42,12 +55,13 @@ class Outcome:
             head, is_over = head_of(bus), last_epoch(bus) is not None
             held = {str(n): bus.read(holder_register(str(n))) for n in range(groups)}
             holders = {g: None if v is None else decode_holder(v) for g, v in held.items()}
+            exits = {group: _exits(bus, group) for group in held}
         except UnreadableMessage as error:
             raise FftError(
                 f"the job on {bus.url} cannot be read without its token: set FFT_TOKEN_FILE "
                 f"({error})"
             ) from error
-        return cls(holders, 0 if head is None else head.step, is_over)
+        return cls(holders, 0 if head is None else head.step, is_over, exits)
 
     @property
     def has_ended(self) -> bool:
@@ -61,20 +75,11 @@ class Outcome:
 
     @property
     def status(self) -> ExitStatus:
-        """The exit status of the whole job.
-
-        It is DRAINED if starting the job again can help: groups were drained, or lost with their
-        hosts, and steps were committed since the job has begun.
-        """
-        found = [h.status for h in self.holders.values() if h is not None and h.status is not None]
-        if any(status in DONE for status in found):
-            is_whole = not self.lost and all(status == ExitStatus.COMPLETE for status in found)
-            return ExitStatus.COMPLETE if is_whole else ExitStatus.FEWER_GROUPS
+        """The exit status of the whole job, by the table `WHOLE`."""
         begun = min((h.begun for h in self.holders.values() if h is not None), default=0)
-        can_help = self.lost or all(status == ExitStatus.DRAINED for status in found)
-        if can_help and self.step > begun:
-            return ExitStatus.DRAINED
-        return ExitStatus.FAILED
+        held = [None if h is None else h.status for h in self.holders.values()]
+        statuses = [None if status is None else ExitStatus(status) for status in held]
+        return first(WHOLE, Statuses(statuses, self.step > begun)).then
 
     def __str__(self) -> str:
         return f"{IN_A_WORD[self.status]}, {self.so_far}"
@@ -82,16 +87,26 @@ class Outcome:
     @property
     def so_far(self) -> str:
         """The step and the supervisor of each group, without a verdict."""
-        ends = ", ".join(f"group {group}: {_in_words(h)}" for group, h in self.holders.items())
+        ends = ", ".join(f"group {g}: {self._in_words(g, h)}" for g, h in self.holders.items())
         return f"at step {self.step} ({ends})"
 
+    def _in_words(self, group: str, holder: Holder | None) -> str:
+        if holder is None:
+            return "never started"
+        if holder.status is None:
+            return f"not ended by its `fft run` (pid {holder.pid} on {holder.host})"
+        failed = GroupEnd(group, self.exits.get(group, ())).failed
+        is_good = failed is None or holder.status in (*DONE, ExitStatus.DRAINED)
+        why = "" if is_good or failed is None else f", {in_words(failed)}"
+        return f"{IN_A_WORD[ExitStatus(holder.status)]}{why}"
 
-def _in_words(holder: Holder | None) -> str:
-    if holder is None:
-        return "never started"
-    if holder.status is None:
-        return f"not ended by its `fft run` (pid {holder.pid} on {holder.host})"
-    return IN_A_WORD[ExitStatus(holder.status)]
+
+def _exits(bus: ErrorBus, group: str) -> tuple[Exit, ...]:
+    """Return the exits of the group's ranks, up to the first one that has not ended."""
+    found = list[Exit]()
+    while (held := bus.read(exit_register(group, len(found)))) is not None:
+        found.append(decode_exit(held))
+    return tuple(found)
 
 
 def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda: False) -> Outcome:
@@ -113,3 +128,24 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
         if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found
         time.sleep(_LOOK_S)
+
+
+# --- in the traces ---
+
+
+def keep(folder: Path, status: ExitStatus, lines: Sequence[str]) -> None:
+    """Keep the verdict of a supervisor beside the traces of its start, for ``fft report``."""
+    path = folder / f"verdict-{socket.gethostname()}-{os.getpid()}.json"
+    try:
+        path.write_text(json.dumps({"status": int(status), "lines": list(lines)}) + "\n")
+    except OSError as error:
+        logger.warning("fft report will not show how the job has ended: %s", error)
+
+
+def kept(folder: Path) -> list[str]:
+    """Describe how a start has ended, by the verdicts of its supervisors, and name bad hosts."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("verdict-*.json"))]
+    statuses = [ExitStatus(each["status"]) for each in found]
+    whole = first(WHOLE, Statuses(statuses, has_progressed=True)).then
+    ended = [f"the job has ended: {IN_A_WORD[whole]}"] if found else []
+    return [*ended, *(line for each in found for line in each["lines"]), *lines(folder)]

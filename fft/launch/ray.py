@@ -97,12 +97,13 @@ class _Job:
         """Return the options of `fft run` for a part.
 
         After Ray has restarted an actor, `--take-over` fences the old `fft run` of the group, which
-        may still run.
+        may still run. That of a part of a group takes the part whose `fft run` does not answer.
         """
+        take_over = () if self.placement.parts_of_group > 1 else ("--take-over",)
         return [
             *self.placement.common_options(),
             *self.placement.options(part),
-            *("--no-lighthouse", "--no-progress", "--take-over", "--trace-dir", str(self.traces)),
+            *("--no-lighthouse", "--no-progress", *take_over, "--trace-dir", str(self.traces)),
             *("--drain-timeout", f"{self.drain_timeout:g}", *self.checkpoint, *self.script),
         ]
 
@@ -112,6 +113,7 @@ def run(
     *,
     groups: int = 1,
     ranks: int = 1,
+    ranks_per_host: int | None = None,
     resources_per_group: Mapping[str, float] | None = None,
     trace_dir: str | Path | None = None,
     checkpoint: str | None = None,
@@ -127,8 +129,9 @@ def run(
         script: Path of the script, or a list of it and its arguments.
         groups: Number of replica groups.
         ranks: Number of ranks in each group.
-        resources_per_group: Ray resources of a group, such as ``{"CPU": 16, "GPU": 8}``. By default
-            one CPU for each rank.
+        ranks_per_host: Number of ranks of a group on one host. By default a group has one host.
+        resources_per_group: Ray resources of the ranks of a group on one host, such as
+            ``{"CPU": 16, "GPU": 8}``. By default one CPU for each rank.
         trace_dir: Folder of traces and logs. By default ``runs/<time>``.
         checkpoint: Place of durable checkpoints. The job begins with the newest one, if any.
         every: Interval of checkpoints: 100 (steps), 10m or 2h.
@@ -146,9 +149,9 @@ def run(
     command = [script] if isinstance(script, str) else [*script]
     traces = Path(trace_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}").absolute()
     resume = ["--checkpoint", checkpoint, "--every", every, "--resume"] if checkpoint else []
-    placement = Placement(groups, ranks, groups)
+    placement = Placement.of(groups, ranks, None, 0, ranks_per_host)
     job = _Job(placement, command, traces, drain_timeout, resume)
-    resources = resources_per_group or {"CPU": float(ranks)}
+    resources = resources_per_group or {"CPU": float(placement.local_ranks)}
     newest = _newest_step(checkpoint)
     while True:
         try:

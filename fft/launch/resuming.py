@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import platform
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,36 +25,43 @@ from pathlib import Path
 
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
+from fft.checkpoints.copies import HeldCopies
 from fft.checkpoints.files import Checkpoints, choose, name_of
-from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.checkpoints.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
+from fft.launch.memory import copies_folder
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
-from fft.launch.supervisor.config import SupervisorError
+from fft.launch.supervisor.config import SOON, SupervisorError
+from fft.launch.supervisor.groups import Restarts
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
 from fft.operate.entering import enter
 from fft.trace.report import save_plan
+from fft.util.files import why_not_private
 from fft.util.remove_after_death import vanishing
 
 logger = logging.getLogger(__name__)
 
 
+_NAMED = 8
+"""Maximum number of unused copies that the traces of a start name."""
 _STARTS = 3
 """Number of starts in a row that may die at the same step of the same cause; after these the job
 is not started again."""
 
 
 @contextmanager
-def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
-    """Hold the trace directory and the checkpoint place for this job while the block runs.
+def held(config: RunConfig, joins: bool) -> Iterator[tuple[RunConfig, Callable[[], None]]]:
+    """Hold the folders of this job while the block runs: traces, checkpoints, copies in memory.
 
     Args:
         joins: The job may be running already.
 
     Yields:
-        ``config`` with the folder for compiled code.
+        ``config`` with the folders for compiled code and for copies in memory, and a function that
+        lets the copies stay for the next start of the same command.
 
     Raises:
         StoreError: No checkpoints can be kept at the place, or another job keeps its own there.
@@ -76,35 +82,80 @@ def held(config: RunConfig, joins: bool) -> Iterator[RunConfig]:
                 store.prepare()
             undo.enter_context(nullcontext() if joins else store.hold())
         compiled = undo.enter_context(compile_cache(config, joins))
-        yield replace(config, compiled=compiled)
+        copies, keep = undo.enter_context(copies_folder(config, joins))
+        yield replace(config, compiled=compiled, copies=copies), keep
 
 
-def begun(config: RunConfig, joins: bool = False) -> RunConfig:
+def begun(
+    config: RunConfig, joins: bool = False, resume: bool = False, below: int | None = None
+) -> RunConfig:
     """Return ``config`` with the choices that are made when a start begins.
 
-    These are the checkpoint to begin with, the folder for the traces, and the start on the bus.
+    These are the state to begin with, the folder for the traces, and the start on the bus.
 
     Args:
         joins: Another process serves the bus; the job may be running and have checkpoints.
+        resume: Begin with the newest state, whatever the settings of checkpoints say.
+        below: Begin with a state of an earlier step than this one.
 
     Raises:
-        CheckpointError: There is no checkpoint to begin with.
+        CheckpointError: There is no state to begin with.
         SupervisorError: The job cannot be started as asked.
         BusError: The bus of the job to join cannot be reached.
     """
     plan, step = config.checkpoint, None
+    if plan is not None and resume:
+        plan = replace(plan, resume=True)
+    copies = _begin_with_copy(config, plan, joins, resume or config.resume, below)
     if plan is not None and not (joins and plan.resume is False):
         store = open_store(str(plan.place))
-        manifest = choose(Checkpoints(store), plan.resume)
+        if copies is None or copies.resume is None:
+            manifest = choose(Checkpoints(store), plan.resume, below)
+            step = None if manifest is None else manifest.step
         if not joins:
             _clear(Checkpoints(store))
-        if plan.resume is not False and manifest is None:
-            logger.warning("no checkpoint at %s yet: the job begins at its start", store.url)
-        step = None if manifest is None else manifest.step
+    if copies is not None and copies.resume is not None:
+        step = copies.resume
+    if step is None and (resume or config.resume):
+        place = "in memory" if plan is None else f"at {plan.place}"
+        logger.warning("no checkpoint %s yet: the job begins at its start", place)
     start = enter(Joined.from_env().bus_url, JobToken.from_env()) if joins else None
     folder = folder_for(config.trace_dir, None if start is None else start.name)
     bus_url = None if start is None else start.url
-    return replace(config, resume_step=step, trace_dir=folder, bus_url=bus_url)
+    found = replace(config, resume_step=step, trace_dir=folder, bus_url=bus_url)
+    return replace(found, checkpoint=plan, copies=copies)
+
+
+def _begin_with_copy(
+    config: RunConfig, plan: Checkpointing | None, joins: bool, resume: bool, below: int | None
+) -> MemoryPlan | None:
+    """Return the settings of the copies in memory, with the one to resume from, if any.
+
+    It is the newest one that verifies, unless there is a checkpoint of a later step. All others
+    are removed.
+    """
+    if config.copies is None:
+        return None
+    copies, manifest, problems = HeldCopies(config.copies.place), None, list[str]()
+    expected = map(str, range(config.groups_in_all))
+    if resume and not joins:
+        manifest, problems = copies.newest(below)
+        for problem in problems:
+            logger.error("a copy in memory is not used: %s", problem)
+        if manifest is not None and plan is not None:
+            store = Checkpoints(open_store(str(plan.place)))
+            steps = [e.step for e in store.found() if e.step is not None and e.problem is None]
+            newest = max((s for s in steps if below is None or s < below), default=-1)
+            manifest = manifest if newest <= manifest.step else None
+        if manifest is not None and (lacking := set(expected) - set(manifest.groups)):
+            logger.warning(
+                "the copy of step %d has no buffers and random states of group %s",
+                manifest.step,
+                ", ".join(sorted(lacking)),
+            )
+    copies.remove_others(manifest)
+    step = None if manifest is None else manifest.step
+    return replace(config.copies, resume=step, unused=tuple(problems[:_NAMED]))
 
 
 def _clear(checkpoints: Checkpoints) -> None:
@@ -173,10 +224,12 @@ class Resumptions:
         self._run = run
         self._say = say
         self._joins = joins
-        self._in_vain = 0
-        """Number of starts in a row that began at the same step as the one before."""
-        self._errors: frozenset[tuple[str, str]] = frozenset()
-        """Errors of the script that ended the previous start."""
+        self._in_vain = Restarts()
+        """Starts in a row that began at the same step as the one before."""
+        self._ends: frozenset[tuple[str, str]] = frozenset()
+        """How the previous start ended, as `JobOutcome.ends`."""
+        self._oldest: int | None = None
+        """Step of the oldest state with which the present row of starts began that ended soon."""
         self._last: tuple[JobOutcome, RunConfig] | None = None
         """The newest start that has ended."""
         self._returned_to: int | None = -1
@@ -210,51 +263,91 @@ class Resumptions:
     ) -> tuple[JobOutcome, RunConfig]:
         began = time.monotonic()
         if config.resume_step is not None:
-            assert config.checkpoint is not None
-            self._say(f"resuming from step {config.resume_step} at {config.checkpoint.place}")
+            self._say(f"resuming from step {config.resume_step} {config.source}")
         while True:
             config.make_place()
             found = self._run(config, plan)
             self._last = found, config
-            given = config.checkpoint
             may_go_on = self._set_tainted_aside(found, config)
-            if found.lost is None or given is None or not may_go_on:
+            if found.lost is None or not may_go_on:
                 self._report_no_progress(found, config)
                 return found, config
-            if found.errors & self._errors:
-                self._say(
-                    "two starts in a row have ended by the same error of the script: correct it, "
-                    f"and start the job again with --resume; logs: {config.trace_dir / 'logs'}"
-                )
-                return found, config
-            self._errors = found.errors
-            self._died = {death: self._died.get(death, 0) + 1 for death in found.deaths}
-            if max(self._died.values(), default=0) == _STARTS:
-                place, cause = max(self._died, key=lambda death: self._died[death])
-                self._say(
-                    f"{_STARTS} starts in a row have died at {place} by {cause}: the job is not "
-                    "started again. Correct the script or its data, or skip the data of this "
-                    f"step; logs: {config.trace_dir / 'logs'}"
-                )
-                return found, config
-            for line in found.lines:
-                self._say(line)
-            resuming = replace(config, checkpoint=_resuming(given), trace_dir=traces)
-            again = begun(resuming, self._joins)
-            is_stuck = again.resume_step == config.resume_step
-            self._in_vain = self._in_vain + 1 if is_stuck else 0
-            if self._in_vain > config.max_restarts:
-                self._say(
-                    f"{self._in_vain} starts in a row have published no checkpoint: the job is not "
-                    "started again. Correct the cause of its deaths, or give a smaller --every; "
-                    f"logs: {config.trace_dir / 'logs'}"
-                )
-                return found, config
+            again = self._next(found, config, traces)
+            if isinstance(again, JobOutcome):
+                return again, config
             step = again.resume_step
-            where = "at the beginning" if step is None else f"from the checkpoint of step {step}"
+            where = f"from the checkpoint of step {step} {again.source}"
+            where = "at the beginning" if step is None else where
             self._say(f"{found.lost}: the job starts again {where}")
             plan = FaultPlan(faults=[f for f in plan.faults if f.name not in found.fired])
             config = _after(config, again, plan, began)
+
+    def _next(self, found: JobOutcome, config: RunConfig, traces: Path) -> RunConfig | JobOutcome:
+        """Return the configuration of the next start, or the outcome if none would help."""
+        stuck = replace(found, status=ExitStatus.NO_PROGRESS)
+        logs = f"logs: {config.trace_dir / 'logs'}"
+        is_same = bool(found.ends & self._ends)
+        below = self._suspect_step(found, config, is_same)
+        self._ends = found.ends
+        if found.errors and is_same and below is None:
+            self._say(
+                "two starts in a row have ended by the same error of the script: correct it, "
+                f"and start the job again with --resume; {logs}"
+            )
+            return found
+        self._died = {death: self._died.get(death, 0) + 1 for death in found.deaths}
+        if max(self._died.values(), default=0) == _STARTS:
+            place, cause = max(self._died, key=lambda death: self._died[death])
+            self._say(
+                f"{_STARTS} starts in a row have died at {place} by {cause}: the job is not "
+                "started again. Correct the script or its data, or skip the data of this "
+                f"step; {logs}"
+            )
+            return stuck
+        if is_suspect := below is not None:
+            self._say(
+                "two starts in a row have ended in the same way soon after they began with a "
+                f"state of step {below} or later, which may be bad: an older one is looked for"
+            )
+        if found.taint is not None:  # all groups began with the same state
+            below = max(found.taint.sound, config.resume_step or 0) + 1
+        again = begun(replace(config, trace_dir=traces), self._joins, True, below)
+        if again.resume_step is None and (is_suspect or again.checkpoint is None):
+            which = "older state" if is_suspect else "state"
+            self._say(
+                f"there is no {which} to begin with, and the job is not started again. Correct "
+                f"the script or its data; {logs}"
+            )
+            return found
+        for line in found.lines:
+            self._say(line)
+        if again.resume_step != config.resume_step:
+            self._in_vain.progressed()
+            return again
+        if self._in_vain.are_used_up(config.max_restarts, found.ended_by_error):
+            self._say(
+                f"{self._in_vain.in_a_row + 1} starts in a row have published no checkpoint: the "
+                "job is not started again. Correct the cause of its deaths, or give a smaller "
+                f"--every; {logs}"
+            )
+            return stuck
+        self._in_vain.next(found.ended_by_error)
+        return again
+
+    def _suspect_step(self, found: JobOutcome, config: RunConfig, is_same: bool) -> int | None:
+        """Return the step of a state that may be bad, so that the next start begins with an older
+        one, or None.
+
+        A state is suspected if two starts in a row have begun with it, or with later states that
+        follow from it, and have ended in the same way within a few steps.
+        """
+        begun_at, before = config.resume_step, self._oldest
+        if begun_at is None or found.step > begun_at + SOON or not found.ends:
+            self._oldest = None
+            return None
+        is_again = is_same and before is not None
+        self._oldest = min(begun_at, before) if is_again and before is not None else begun_at
+        return self._oldest if is_again else None
 
     def _set_tainted_aside(self, found: JobOutcome, config: RunConfig) -> bool:
         """Rename the checkpoints of tainted steps; return whether the job may start again.
@@ -262,7 +355,7 @@ class Resumptions:
         In a job of several hosts nothing is renamed, because the traces of this host may lack
         comparisons.
         """
-        taint, is_whole = found.taint, config.groups_in_all == config.groups
+        taint, is_whole = found.taint, config.parts_in_all == config.groups
         if taint is None or config.checkpoint is None or not is_whole:
             return True
         store, sound = open_store(str(config.checkpoint.place)), config.resume_step or 0
@@ -299,10 +392,6 @@ class Resumptions:
                 f"nothing was left to do after step {begun_at}: is the script to "
                 "train on (max_steps, data)?"
             )
-
-
-def _resuming(given: Checkpointing) -> Checkpointing:
-    return replace(given, resume=True)
 
 
 def _after(config: RunConfig, again: RunConfig, plan: FaultPlan, began: float) -> RunConfig:
@@ -399,19 +488,11 @@ def _make(folder: Path) -> None:
 
 def _refuse_open(folder: Path) -> None:
     """Raise `SupervisorError` if another user may have put code into ``folder``."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        wrong = "is not a folder (a symlink is not followed)"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to the user with id {found.st_uid}"
-    elif found.st_mode & 0o022:
-        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, so other users may write to it"
-    else:
-        return
-    raise SupervisorError(
-        f"compiled code is executed, and {folder} {wrong}: remove it, or name a folder in "
-        f"{SETTING} that only you may write"
-    )
+    if (wrong := why_not_private(folder)) is not None:
+        raise SupervisorError(
+            f"compiled code is executed, and {folder} {wrong}: remove it, or name a folder in "
+            f"{SETTING} that only you may write"
+        )
 
 
 def _not_made(place: str, error: OSError) -> SupervisorError:

@@ -8,6 +8,7 @@ has ended.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -40,7 +41,24 @@ export FFT_TOKEN_FILE="$run/job.token"
 alive() { kill -0 "$@" 2>/dev/null; }
 # The last task of an array has the id of the whole array.
 id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-requeue() { scontrol requeue "${id:-$SLURM_JOB_ID}" && exit 0; }
+# Print the hosts that the next allocation must not have: those that FFT has found to be bad, if
+# there are enough others, and those that the user has excluded.
+excluded() {
+  local list="$run/traces/bad-hosts" others
+  [ -s "$list" ] || return
+  others=$(sinfo -hN -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u |
+    grep -vxFcf "$list")
+  [ "$others" -ge "$SLURM_JOB_NUM_NODES" ] || return
+  { squeue -h -j "$1" -o %x | grep -v '(null)'; cat "$list"; } | grep . | paste -sd,
+}
+# SLURM sends SIGTERM to all processes of a job that it puts back into the queue.
+requeue() (
+  job=${id:-$SLURM_JOB_ID} bad=$(excluded "${id:-$SLURM_JOB_ID}")
+  trap '' TERM
+  scontrol requeue "$job" || exit
+  [ -z "$bad" ] || scontrol update JobId="$job" ExcNodeList="$bad"
+  :
+)
 tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
 """
 
@@ -56,7 +74,11 @@ export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
 _STEPS = """
 # One step for each group and each spare node. If the node of this shell is lost, SLURM lets
 # the steps of the others run. They put the job back into the queue, because the bus is lost.
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+# The first one has the bus; bad hosts come last, and so become the spare ones.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+  awk -v bad=" $(paste -sd' ' "$run/traces/bad-hosts" 2>/dev/null) " \\
+    'NR == 1 || !index(bad, " " $1 " ") { print; next } { last[++n] = $1 }
+     END { for (i = 1; i <= n; i++) print last[i] }'))
 steps=()
 part='trap : USR1 TERM  # they reach all processes of a step, and fft run handles them
 "$@"; status=$?
@@ -91,8 +113,8 @@ kill "$over" 2>/dev/null
 status=$?
 case $stop:$status in
   *:0 | *:3) exit 0 ;;         # complete, perhaps with fewer groups
-  requeue:* | :75) requeue ;;  # warned, or drained, or a lost node ended the job
-  :2) requeue ;;               # the bus was lost
+  requeue:* | :75) requeue && exit 0 ;;  # warned, or drained, or a lost node ended the job
+  :2) requeue && exit 0 ;;     # the bus was lost
 esac
 exit "$status"
 """
@@ -121,7 +143,7 @@ while :; do
 done
 case $stop:$status in
   *:0 | *:3) touch "$run/complete"; scancel --quiet --state=PENDING "$(< "$run/array")"; exit 0 ;;
-  requeue:* | :2) requeue ;;  # warned, or the bus was lost
+  requeue:* | :2) requeue && exit 0 ;;  # warned, or the bus was lost
 esac
 exit "$status"
 """
@@ -130,11 +152,12 @@ _GROUP = """
 until [ -s "$run/bus" ]; do
   if [ -e "$run/complete" ] || [ "$stop" = end ]; then exit 0; fi
   if [ "$SECONDS" -gt 600 ]; then echo "no bus has come within 600 s" >&2; exit 1; fi
-  if [ "$stop" = requeue ]; then requeue; fi
+  if [ "$stop" = requeue ]; then requeue && exit 0; fi
   tick
 done
 export "$(< "$run/bus")"
-"${fft[@]}" run "${options[@]}" --first-group "$SLURM_ARRAY_TASK_ID" --groups 1 "${script[@]}" &
+"${fft[@]}" run "${options[@]}" --groups 1 \\
+  --first-group "$((SLURM_ARRAY_TASK_ID / @PARTS_OF_GROUP@))" "${script[@]}" &
 child=$!
 while alive "$child"; do wait "$child"; done
 wait "$child"
@@ -142,11 +165,11 @@ status=$?
 child=
 case $stop:$status in
   *:0 | *:3) exit 0 ;;
-  requeue:* | :75) requeue ;;
+  requeue:* | :75) requeue && exit 0 ;;
 esac
 # If the bus was lost, the job goes on when its bus is back.
 "${fft[@]}" launch outcome --groups @GROUPS@
-if [ $? = 2 ] && [ -z "$stop" ]; then requeue; fi
+if [ $? = 2 ] && [ -z "$stop" ]; then requeue && exit 0; fi
 exit "$status"
 """
 
@@ -193,7 +216,8 @@ class SlurmJob:
     def group_script(self) -> str:
         """Return the script of the array whose tasks are the groups."""
         options = [*self._options("group-%a.out"), "--nodes=1", "--ntasks=1"]
-        options.append(f"--array=0-{self.placement.groups - 1}")
+        tasks = self.placement.groups * self.placement.parts_of_group
+        options.append(f"--array=0-{tasks - 1}")
         return self._filled(_GROUP, [*options, *self.sbatch])
 
     def _options(self, output: str, suffix: str = "") -> list[str]:
@@ -232,11 +256,10 @@ class SlurmJob:
             "SCRIPT": shlex.join(self.script),
             "RUN_OPTIONS": shlex.join(run),
             "GROUPS": str(self.placement.groups),
+            "PARTS_OF_GROUP": str(self.placement.parts_of_group),
         }
-        text = _HEAD + text
-        for name, value in values.items():
-            text = text.replace(f"@{name}@", value)
-        return text
+        # in one pass, so that an argument of the script that looks like a name stays as it is
+        return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
 
 
 assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node

@@ -58,6 +58,28 @@ class CauseCode(StrEnum):
         return self in _COUNTED
 
 
+class LeaveReason(StrEnum):
+    """Why a participant, or its group, leaves the job in good order."""
+
+    LAST_STEP = "last_step"
+    """No step follows: the job, or this group's part in it, is done."""
+    SHARD_ENDED = "shard_ended"
+    """Its shard of the data is trained; other groups may have data left."""
+    UPSTREAM_ENDED = "upstream_ended"
+    """The stage that feeds its own one has ended."""
+    DRAINED = "drained"
+    """It was asked to leave before its end."""
+    SHUT_DOWN = "shut_down"
+    """Its script shut it down without a last step, as a loop of torchft ends."""
+    LEFT_LOOP = "left_loop"
+    """Its script left FFT's own loop before the end, by ``break`` or ``sys.exit()``."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing is left to do for the participant."""
+        return self in (LeaveReason.LAST_STEP, LeaveReason.SHARD_ENDED, LeaveReason.UPSTREAM_ENDED)
+
+
 _OF_THE_PROPOSER = frozenset(
     {
         CauseCode.STEP_FAILED,

@@ -135,6 +135,8 @@ class Holder:
     """Name of its inbox."""
     host: str
     pid: Count
+    node: str = ""
+    """Name of its host for the scheduler."""
     free: bool = False
     """It has released the group."""
     begun: Count = 0

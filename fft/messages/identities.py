@@ -77,6 +77,13 @@ class GroupEntry:
     ranks: tuple[RankEntry, ...]
     place: str = ""
     """The node or rack of the group; see ``Hello``."""
+    home: str = ""
+    """Where the group meets in this epoch: the ``home`` of its first rank."""
+
+    @property
+    def meets_at(self) -> str:
+        """``host:port`` of the store where the ranks of the group meet in this epoch."""
+        return self.home or self.store
 
     def peers(self) -> tuple[Peer, ...]:
         """The group's participants in rank order."""

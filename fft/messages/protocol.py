@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from fft.messages.causes import Cause, CauseCode
+from fft.messages.causes import Cause, CauseCode, LeaveReason
 from fft.messages.codec import Codec
 from fft.messages.codec import UnreadableMessage as UnreadableMessage
 from fft.messages.identities import CONFIG as _CONFIG
@@ -107,6 +107,8 @@ class Vote:
     txn, or in the first txns with a joiner, at the vote, of all that is equal on all groups."""
     seen: tuple[Seen, ...] = ()
     """Positions of the scopes that the data flow binds the voter's scope to."""
+    checkpoint: bool = False
+    """The voter asks for a durable checkpoint of the state after this txn."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -116,7 +118,8 @@ class Hello:
     peer: Peer
     world: int
     store: str
-    """``host:port`` of its replica group's TCPStore; equal on all ranks of one group instance."""
+    """``host:port`` of its replica group's first TCPStore; equal on all ranks of one group
+    instance."""
     transport: str
     """Where its state can be fetched (the checkpoint transport's metadata)."""
     pid: int
@@ -136,6 +139,8 @@ class Hello:
     """The slice that the group's contribution is computed from, in an asynchronous job."""
     place: str = ""
     """The node or rack of the group, for the rules that choose groups; empty without them."""
+    home: str = ""
+    """``host:port`` of the TCPStore where the group meets, if it is no longer ``store``."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -165,6 +170,8 @@ class Record:
     change: bool = False
     """The epoch ends with this commit; commit records only."""
     leavers: tuple[str, ...] = ()
+    reasons: tuple[LeaveReason, ...] = ()
+    """Why each of ``leavers`` leaves, in their order; empty in traces of earlier versions."""
     last: bool = False
     """All members leave with this commit, which ends the job; commit records only."""
     skip: bool = False
@@ -187,6 +194,9 @@ class Record:
     """Slices whose holders were lost before consuming them, in order; granted first."""
     seen: tuple[Seen, ...] = ()
     """Positions that the voters know of the scopes that theirs is bound to; commit records only."""
+    checkpoint: Count = 0
+    """Number ``n`` of the newest commit up to this record whose votes asked for a durable
+    checkpoint, or 0."""
     bound: Count = 0
     """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
     standing: tuple[Standing, ...] = ()
@@ -208,6 +218,10 @@ class Record:
     def why(self) -> Cause:
         """The cause as one value."""
         return Cause(self.code, self.cause, self.accused)
+
+    def why_left(self, group: str) -> LeaveReason | None:
+        """Return why ``group`` leaves with this record, or None if it stays or that is unknown."""
+        return dict(zip(self.leavers, self.reasons, strict=False)).get(group)
 
     @cached_property
     def peers(self) -> tuple[Peer, ...]:
@@ -324,6 +338,7 @@ class Leave:
 
     peer: Peer
     cause: Text = ""
+    reason: LeaveReason = LeaveReason.SHUT_DOWN
     type: Literal["leave"] = "leave"
 
 
@@ -433,6 +448,8 @@ class Prepared:
     """No step follows this one; repeated in each attempt."""
     code: CauseCode = CauseCode.NONE
     """Kind of ``cause``; a NO only."""
+    checkpoint: bool = False
+    """See `Vote.checkpoint`."""
     type: Literal["prepared"] = "prepared"
 
 
@@ -526,6 +543,7 @@ class Stop:
     """The user shuts the manager down."""
 
     cause: Text = ""
+    reason: LeaveReason = LeaveReason.SHUT_DOWN
     type: Literal["stop"] = "stop"
 
 

@@ -17,7 +17,8 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -82,6 +83,11 @@ class _Ballots:
     skip: bool = False
     digest: str | None = None
     seen: tuple[Seen, ...] = ()
+    checkpoint: bool = False
+
+
+_content_of = attrgetter("manifest", "leaving", "last", "skip", "digest", "seen", "checkpoint")
+"""Returns the contents of a vote or of `_Ballots`, in the order of the fields of `Vote`."""
 
 
 class MissingList(FftError):
@@ -142,10 +148,9 @@ _digested: tuple[tuple[Members, str], ...] = ()
 
 def encode_votes(votes: Iterable[Vote]) -> bytes:
     """Encode votes as one ballot entry, with equal contents stored once."""
-    alike: dict[tuple[Manifest, bool, bool, bool, str | None, tuple[Seen, ...]], list[Peer]] = {}
+    alike: dict[tuple[Any, ...], list[Peer]] = {}
     for vote in votes:
-        key = (vote.manifest, vote.leaving, vote.last, vote.skip, vote.digest, vote.seen)
-        alike.setdefault(key, []).append(vote.peer)
+        alike.setdefault(_content_of(vote), []).append(vote.peer)
     word = tuple(_Ballots(key[0], tuple(peers), *key[1:]) for key, peers in alike.items())
     return _BALLOTS.encode(word)
 
@@ -157,9 +162,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
         UnreadableMessage: The data are not a ballot entry.
     """
     return tuple(
-        Vote(peer, some.manifest, some.leaving, some.last, some.skip, some.digest, some.seen)
-        for some in _BALLOTS.decode(data)
-        for peer in some.peers
+        Vote(peer, *_content_of(some)) for some in _BALLOTS.decode(data) for peer in some.peers
     )
 
 

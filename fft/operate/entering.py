@@ -175,6 +175,7 @@ def closing(head: Record) -> Record:
         learners=(),
         change=False,
         leavers=(),
+        reasons=(),
         last=True,
         skip=False,
         fetched=(),

@@ -118,6 +118,11 @@ def find_job(
             f"{folder} has no {NAME} that this user may read: expected the --trace-dir of an "
             "`fft run`. Otherwise pass --bus, or set FFT_BUS; `fft serve` and `fft run` print it"
         )
+    if (owner := (found.folder / NAME).stat().st_uid) not in (os.geteuid(), 0):
+        raise OperatorError(
+            f"{found.folder / NAME} belongs to the user with id {owner}, whose bus this command "
+            "would obey. If you trust that user, pass the URL of the bus with --bus"
+        )
     if (path := found.settings.get("FFT_TOKEN_FILE")) is not None:
         for name in _TOKEN:
             env.pop(name, None)

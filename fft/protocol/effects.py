@@ -58,7 +58,17 @@ from fft.messages.protocol import (
 )
 from fft.protocol import apart
 from fft.protocol.apart import own_lease, standing
-from fft.protocol.flow import ended_before, held_for, is_last, may_leave, needed_of, seen, step_due
+from fft.protocol.flow import (
+    ended_before,
+    held_for,
+    is_last,
+    may_leave,
+    needed_of,
+    seen,
+    step_due,
+    why_it_leaves,
+    why_left,
+)
 from fft.protocol.forming import base_of, next_epoch
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
@@ -269,7 +279,8 @@ def say_here(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def say_leave(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Broadcast that no participant needs to wait for this one."""
-    yield Broadcast(Leave(c.me, getattr(event, "cause", "") or "shut down"))
+    cause = getattr(event, "cause", "") or "shut down"
+    yield Broadcast(Leave(c.me, cause, why_it_leaves(s, c, event)))
 
 
 @action
@@ -477,6 +488,7 @@ def _successor(s: Local, c: Config, **fields: object) -> Record:
         "returned": s.head.returned,
         "bound": s.head.bound,
         "standing": s.head.standing,
+        "checkpoint": s.head.checkpoint,
         "fetched": fetched_after(s, skip=True),
         "by": c.me,
         **fields,
@@ -512,6 +524,7 @@ def _cause_now(s: Local) -> Cause:
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
+    assert s.head is not None, "a txn exists only after an epoch record"
     commit = Tally.of(votes).commit()
     skip = commit.skip
     after = committed(s, c, skip)
@@ -519,7 +532,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     asked = {p.group for p in s.leaving if p in set(member_peers(s))}
     leavers = commit.leaving | {group for group in asked if may_leave(s, group)}
     if c.bound:
-        return _end_of_synchronisation(s, c, commit, after, set(leavers & present))
+        return _end_of_synchronisation(s, c, votes, commit, after, set(leavers & present))
     return _successor(
         s,
         c,
@@ -533,15 +546,17 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         fetched=fetched_after(s, skip),
         skip=skip,
         change=bool(leavers or joiners(s, c)),
-        leavers=tuple(sorted(leavers & present)),
+        leavers=(gone := tuple(sorted(leavers & present))),
+        reasons=tuple(why_left(s, c, votes, group) for group in gone),
         last=leavers >= present,
         seen=commit.seen,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         live=commit.part if isinstance(commit, Live) else "",
     )
 
 
 def _end_of_synchronisation(
-    s: Local, c: Config, commit: Commit, after: Base, leavers: set[str]
+    s: Local, c: Config, votes: Sequence[Vote], commit: Commit, after: Base, leavers: set[str]
 ) -> Record:
     """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
 
@@ -566,8 +581,10 @@ def _end_of_synchronisation(
         fetched=fetched_after(s, commit.skip),
         standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
         skip=commit.skip,
+        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
         change=True,
         leavers=gone,
+        reasons=tuple(why_left(s, c, votes, group) for group in gone),
         last=leavers >= {g.group for g in members(s)},
     )
 
@@ -657,7 +674,8 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    s.vote = Vote(c.me, event.manifest, leaves, event.last, event.skip, event.digest, seen(s))
+    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 
 
@@ -1151,7 +1169,7 @@ def _assume(s: Local, record: Record) -> None:
 @action
 def assume_commit(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Assume COMMIT without asking the register or any participant. Wrong on purpose."""
-    record = replace(commit_record(s, c, ()), change=False, leavers=(), last=False)
+    record = replace(commit_record(s, c, ()), change=False, leavers=(), reasons=(), last=False)
     _assume(s, record)
     return ()
 

@@ -6,7 +6,10 @@ like any other step, and scopes may temporarily have different groups.
 
 from __future__ import annotations
 
-from fft.messages.protocol import Record, Seen
+from collections.abc import Sequence
+
+from fft.messages.causes import LeaveReason
+from fft.messages.protocol import Event, Record, Seen, Stop, Vote
 from fft.protocol.state import Config, Elsewhere, Local, data_after, participants
 
 
@@ -77,3 +80,21 @@ def may_leave(s: Local, group: str) -> bool:
     of this one before it can commit its last step.
     """
     return not any(group in e.groups for e in s.elsewhere if e.ahead == 0)
+
+
+def why_left(s: Local, c: Config, votes: Sequence[Vote], group: str) -> LeaveReason:
+    """Return why ``group`` leaves with a commit of these votes. One rank at its end is enough."""
+    if last := [vote for vote in votes if vote.last and vote.peer.group == group]:
+        is_shard = any(vote.manifest.shard and not vote.skip for vote in last)
+        return LeaveReason.SHARD_ENDED if is_shard else LeaveReason.LAST_STEP
+    if is_last(s, c) and not any(peer.group == group for peer in s.leaving):
+        return LeaveReason.UPSTREAM_ENDED
+    return LeaveReason.DRAINED
+
+
+def why_it_leaves(s: Local, c: Config, event: Event) -> LeaveReason:
+    """Return why this participant leaves without a commit."""
+    reason = event.reason if isinstance(event, Stop) else LeaveReason.SHUT_DOWN
+    if c.me in s.leaving and not reason.is_end:
+        return LeaveReason.DRAINED
+    return reason if ended_before(s, c) is None else LeaveReason.UPSTREAM_ENDED

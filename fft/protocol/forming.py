@@ -116,6 +116,7 @@ def next_epoch(s: Local, c: Config, learners: bool = False) -> Record | None:
         bound=c.bound,
         standing=standing,
         fetched=_fetched(s.head, entries) if s.head else (),
+        checkpoint=s.head.checkpoint if s.head else 0,
     )
 
 
@@ -140,6 +141,7 @@ def _entry(ranks: list[Hello], base: Base) -> GroupEntry:
         group=ranks[0].peer.group,
         store=ranks[0].store,
         place=ranks[0].place,
+        home=ranks[0].home,
         ranks=tuple(
             RankEntry(
                 rank=h.peer.rank,

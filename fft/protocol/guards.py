@@ -329,6 +329,16 @@ def mates_are_here(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def mates_may_come(s: Local, c: Config, event: Event) -> bool:
+    """All ranks of this group ask to join, or other hosts have some of them.
+
+    A lost host may come back, or another one may take its place. The ranks here wait for it as
+    long as the job goes on.
+    """
+    return c.spans_hosts or not missing_mates(s, c)
+
+
+@guard
 def enough_groups(s: Local, c: Config, event: Event) -> bool:
     """There are at least as many whole groups as an epoch needs."""
     return suffice(whole_groups(s, c), c)

@@ -109,6 +109,10 @@ class Config:
     """Rules that choose the groups of an epoch that contribute; see `fft.protocol.active`."""
     place: str = ""
     """Place of this group for these rules, such as its node; empty if no rule needs it."""
+    spans_hosts: bool = False
+    """Other hosts have ranks of this group, and their launchers replace those that are lost."""
+    home: str = ""
+    """The store where this group meets if this rank is its first, unless that is ``store``."""
 
     @property
     def ranks(self) -> range:
@@ -335,6 +339,7 @@ def hello(s: Local, c: Config, after: Record | None = None) -> Hello:
         returned=held.returned if s.head is None else (),
         lease=s.lease,
         place=c.place,
+        home=c.home,
         # The current rollback does not count: every participant acknowledges before it unwinds.
         unwinding=s.stuck or s.restoring not in (None, s.token),
     )

@@ -81,6 +81,8 @@ class Commit:
     """All members declare that no step follows."""
     seen: tuple[Seen, ...] = ()
     """Positions of other scopes, as the first voter knows them; any vote's allow the txn."""
+    checkpoint: bool = False
+    """A durable checkpoint is due: a vote asks for it, and the txn is a step or the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Content(NamedTuple):
     skip: bool
     digest: str | None
     seen: tuple[Seen, ...]
+    checkpoint: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class Tally:
         """Return the tally of single votes."""
         found: dict[Content, set[Peer]] = {}
         for v in votes:
-            content = Content(v.peer.rank, v.manifest, v.leaving, v.last, v.skip, v.digest, v.seen)
+            content = Content(v.peer.rank, *(getattr(v, name) for name in Content._fields[1:]))
             found.setdefault(content, set()).add(v.peer)
         return cls({content: frozenset(peers) for content, peers in found.items()})
 
@@ -159,11 +162,12 @@ class Tally:
             for peer in peers
         )
         is_last = all(content.last for content in self.voters)
+        checkpoint = any(c.checkpoint and (c.last or not skip) for c in self.voters)
         first = min(self.voters.items(), key=lambda each: min(each[1]), default=None)
         seen = first[0].seen if first is not None else ()
         if part := max((content.manifest.part for content in self.voters), default=""):
-            return Live(skip, leaving, is_last, seen, part)
-        return Commit(skip, leaving, is_last, seen)
+            return Live(skip, leaving, is_last, seen, part=part)
+        return Commit(skip, leaving, is_last, seen, checkpoint)
 
     def verdict(self, expected: Expected) -> Verdict:
         """Return the first verdict of the table above whose condition holds."""

@@ -124,7 +124,8 @@ class Renamer:
         if isinstance(value, Record) and "standing" in changes:
             changes["standing"] = tuple(sorted(changes["standing"], key=lambda g: g.entry.group))
         if isinstance(value, Record) and "leavers" in changes:
-            changes["leavers"] = tuple(sorted(changes["leavers"]))
+            order = sorted(zip(changes["leavers"], value.reasons, strict=True))
+            changes["leavers"], changes["reasons"] = zip(*order, strict=True)
         if "groups" in changes and isinstance(value, Drain | ScopeRecord | Elsewhere):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value

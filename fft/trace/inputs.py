@@ -26,8 +26,6 @@ _NAMED = 5
 """Maximum number of samples that a text names."""
 LOOP = "loop"
 CONSUMED = "consumed"
-SHARD_ENDED = "shard_ended"
-"""Note of a rank that found no more data in its shard, and so leaves."""
 ENTRY = "entry"
 MADE_ANEW = "entry_made_anew"
 RESTORED = "entry_restored"

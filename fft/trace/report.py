@@ -496,10 +496,38 @@ def went_on(directory: str | Path, has_gaps: bool = False) -> str | None:
     where = f"from the checkpoint of step {max(begun, default=0)}"
     if not any(begun):
         where = "at its beginning" if begun else "at a step that its traces do not tell"
+    lines = read_lines(after, lambda line: line.get("note") == "resumed") if begun else ()
+    data: dict[str, Any] = next((line["data"] for line in lines), {})
+    if data.get("tier") == "memory":
+        where = f"{where} in memory"
+    unused = "".join(f"\n  a copy in memory was not used: {why}" for why in data.get("unused", ()))
     least = " at least" if has_gaps else ""
     return (
         f"this start had come to step {reached}{least} when it ended; the job was started again "
-        f"{where}: fft report {after}"
+        f"{where}: fft report {after}{unused}{_saved(directory)}"
+    )
+
+
+def _saved(directory: str | Path) -> str:
+    """Return a line about the work that copies in memory save a start that has ended, or ``""``."""
+    lines = read_lines(directory, lambda line: line.get("note") in ("memory_copy", "checkpoint"))
+    copied: dict[str, dict[int, float]] = {}
+    published: dict[int, float] = {}
+    for line in lines:
+        place, step = f"{line['group']}/{line['rank']}", line["data"]["step"]
+        if line["note"] == "memory_copy":
+            copied.setdefault(place, {})[step] = line["wall"]
+        elif line["data"].get("published"):
+            published[step] = line["wall"]
+    if not (steps := set.intersection(*(set(each) for each in copied.values() or ({},)))):
+        return ""
+    copy, kept = max(steps), max(published, default=0)
+    text = f"\n  the newest copy in memory that all ranks completed is of step {copy}, "
+    if not published:
+        return f"{text}and there is no checkpoint"
+    passed = max(each[copy] for each in copied.values()) - published[kept]
+    return f"{text}the newest checkpoint of step {kept}" + (
+        f": {copy - kept} steps, {duration(passed)}, are saved" if copy > kept else ""
     )
 
 

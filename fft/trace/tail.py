@@ -35,7 +35,7 @@ from fft.trace.format import (
     progress_in_words,
     scope_folders,
 )
-from fft.trace.inputs import CONSUMED, LOOP, SHARD_ENDED
+from fft.trace.inputs import LOOP
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -63,26 +63,6 @@ class RankView:
     """Role of the state."""
     reforms: bool = False
     """Its group may lose other ranks and go on with replacements in their places."""
-    leaves: bool = False
-    """It leaves on purpose: its group was asked to leave, or its last step is reached."""
-    asked: bool = False
-    """Its group was asked to leave."""
-    votes_last: bool = False
-    """Its newest vote reports that no step follows the present one."""
-    skips: bool = False
-    """Its newest vote asks to skip a step, as the vote of a rank that stops the training does."""
-    at_end: bool = False
-    """It left with the commit of its last step, or because its shard had no more data: by itself,
-    whether or not it was asked to leave."""
-    has_shard: bool = False
-    """Its group draws from its own shard, which no other group trains."""
-    loop: str = ""
-    """The loop that runs its transactions: FFT's own, or one of torchft's kind."""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it has left the job in good order, or is about to."""
-        return self.leaves or self.role == "terminal"
 
 
 @dataclass(frozen=True)
@@ -310,11 +290,8 @@ class TraceTail:
             gone, known = known or RankView(0), RankView(inc)
             self.view.gone = max(self.view.gone, gone.step)
             known.fault, known.is_injected = gone.fault, gone.is_injected
-            known.has_shard = gone.has_shard
             self.view.ranks[key] = known
         if inc == known.inc:
-            known.asked |= _is_asked(_mapping(record.get("event")), key[0])
-            known.leaves |= known.asked
             _update(known, record)
 
     def _take_command(self, record: dict[str, Any]) -> None:
@@ -361,32 +338,16 @@ def _update(view: RankView, record: dict[str, Any]) -> None:
         view.reforms = record.get("reforms") is True
         view.pid = _number(_mapping(record.get("config")).get("pid"))
     elif record.get("kind") == "transition":
-        event = _mapping(record.get("event"))
-        if event.get("type") == "prepared":
-            view.votes_last = event.get("last") is True
-            view.skips = event.get("skip") is True and not _mapping(event.get("manifest")).get(
-                "block"
-            )
         state, role = record.get("to"), _role(record)
         if isinstance(state, str) and role is not None:
-            was = view.role
-            view.commits += role in COMMITTING and role != was
+            view.commits += role in COMMITTING and role != view.role
             view.state, view.role, view.fetches = state, role, ""
-            # At its end an asynchronous job does not wait for a group in its local phase.
-            view.at_end |= view.votes_last and role == "last_commit"
-            view.leaves |= role == "last_commit" or (was, role) == ("apart", "terminal")
         members = record.get("members")
         if isinstance(members, list):
             view.members = tuple(sorted(str(member) for member in members))
         _take_cause(view, record)
     elif record.get("note") == "metrics" and isinstance(data.get("loss"), (int, float)):
         view.loss = float(data["loss"])
-    elif record.get("note") == CONSUMED:
-        view.has_shard |= "shard" in data
-    elif record.get("note") == SHARD_ENDED:
-        view.has_shard = view.at_end = view.leaves = True
-    elif record.get("note") == LOOP:
-        view.loop = str(data.get("runs", ""))
     elif record.get("note") == NO_REFORM:
         view.reforms = False
     elif record.get("note") == UNREACHABLE:
@@ -414,12 +375,6 @@ def _role(record: dict[str, Any]) -> Role | None:
     """Return the role of the state that a transition leads to."""
     roles = record.get("roles")
     return roles[1] if isinstance(roles, list) and len(roles) == 2 else None
-
-
-def _is_asked(event: dict[str, Any], group: str) -> bool:
-    """Whether the event asks ``group`` to leave."""
-    groups = event.get("groups")
-    return event.get("type") == "drain" and isinstance(groups, list) and group in groups
 
 
 def _number(value: object, otherwise: int = 0) -> int:

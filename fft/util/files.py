@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -40,6 +42,19 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 def is_disk_full(error: OSError) -> bool:
     """Whether ``error`` means that the disk is full or a quota is used up."""
     return error.errno in _NO_ROOM
+
+
+def why_not_private(folder: Path) -> str | None:
+    """Return why another user may have written to ``folder``, or None. Raises OSError."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a folder (a symlink is not followed)"
+    if found.st_uid != os.geteuid():
+        return f"belongs to the user with id {found.st_uid}"
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"has mode {mode:04o}, so other users may write to it"
+    return None
 
 
 def claimed(path: Path) -> Path:

@@ -40,7 +40,10 @@ def trouble(name: str, number: str | None) -> tuple[bool, str] | None:
     """
     least, tried = _TRIED[name]
     if number is None:
-        return True, f"{name} is not installed: pip install '{name}>={least}'"
+        fix = f"pip install '{name}>={least}'"
+        if name == "torchft" and sys.version_info >= (3, 14):  # as of its nightly of 2026-10-26
+            fix = "it has no wheel for Python 3.14, so use 3.13, or build its source, with Rust"
+        return True, f"{name} is not installed: {fix}"
     first, last = _release(least), _release(tried.split()[-1])
     if _release(number) < first:
         return True, f"{name} {number} is too old, FFT needs {least} or newer"

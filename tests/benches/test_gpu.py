@@ -74,9 +74,9 @@ def test_parts_are_selected_by_number_and_name_in_run_order() -> None:
 
 
 def test_the_plan_is_that_of_the_issue() -> None:
-    assert [p.number for p in PARTS] == list(range(1, 11))
+    assert [p.number for p in PARTS] == list(range(1, 14))
     assert all((runner.ROOT / f"tests/acceptance/gpu/parts/{p.name}.py").is_file() for p in PARTS)
-    assert sum(p.limit_s for p in PARTS) <= TOTAL_S < 8 * 60, "each gets its own time"
+    assert sum(p.limit_s for p in PARTS) <= TOTAL_S < 9 * 60, "each gets its own time"
 
 
 # --- what becomes of a part -----------------------------------------------------------------------
@@ -191,6 +191,19 @@ def test_a_part_for_gpus_is_not_run_on_cpu(tmp_path: Path) -> None:
     only = part("gpu1", on_cpu=False)
     results = runner.run([only], "cpu", True, tmp_path, LIMIT_S, print, lambda p: ["false"])
     assert [(r["status"], r["why"]) for r in results] == [("skipped", "needs a GPU")]
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(1, "skipped"), (2, "ok")])
+def test_a_part_for_two_gpus_is_skipped_with_one(tmp_path: Path, gpus: int, status: str) -> None:
+    """No GPU is needed: the part is a script."""
+    pair = Part(1, "pair1", "two ranks", LIMIT_S, on_cpu=False, gpus=2)
+    command = [sys.executable, "-c", FINDS + GOOD, str(tmp_path / "pair1" / FINDINGS)]
+    runner.prepare_children()
+    (found,) = runner.run(
+        [pair], "cuda", True, tmp_path, LIMIT_S, print, lambda _: command, gpus=gpus
+    )
+    assert found["status"] == status
+    assert found["why"] == ("one GPU" if gpus == 1 else "")
 
 
 @pytest.mark.long
@@ -476,7 +489,7 @@ def test_the_commands_exit_code(
     """The machine and the results of its parts are simulated; another test runs real parts."""
     begun: list[Any] = []
 
-    def results(parts: list[Part], *_: Any) -> list[dict[str, Any]]:
+    def results(parts: list[Part], *_: Any, **__: Any) -> list[dict[str, Any]]:
         begun.extend(parts)
         return [{"status": status} for status in statuses]
 

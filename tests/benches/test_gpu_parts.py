@@ -5,9 +5,12 @@ Replacements for NCCL groups behave as broken ones would.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 from tests.acceptance.gpu import part, runner
 from tests.acceptance.gpu.findings import Pen, read
 from tests.acceptance.gpu.part import Setting
-from tests.acceptance.gpu.parts import jobs, nccl_pair, nccl_rebuild, nets
+from tests.acceptance.gpu.parts import costs, jobs, nccl_abort, nccl_pair, nccl_rebuild, nets
 
 FAR_S = 600.0
 
@@ -224,3 +227,36 @@ def test_faults_that_meet_no_work_of_the_device_show_nothing(
     (found,) = read(tmp_path / "found")
     assert found["status"] == status
     assert (found["failed"], found["in_flight"]) == (6, sum(in_flight))
+
+
+# --- what an abort, and a pass over the parameters, take -----------------------------------------
+
+
+def test_threads_of_an_abort_are_sampled_by_name_and_system_call() -> None:
+    seen, (reads, writes) = Counter[str](), os.pipe()
+    name = "named-thread"
+
+    def wait() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        os.read(reads, 1)
+
+    waiter = threading.Thread(target=wait)
+    with nccl_abort.sampled(seen):
+        waiter.start()
+        deadline = time.monotonic() + FAR_S
+        while not any(f"{name} in system call 0" in each for each in seen):  # read(2)
+            assert time.monotonic() < deadline
+            time.sleep(0.001)  # the sampler does not say when it has sampled
+        os.write(writes, b"x")
+        waiter.join()
+    os.close(reads)
+    os.close(writes)
+
+
+def test_passes_over_parameters_are_measured(tmp_path: Path) -> None:
+    costs.run(Pen(tmp_path / "found", "costs"), setting(tmp_path))
+    found = {each["what"]: each for each in read(tmp_path / "found")}
+    assert {each["status"] for each in found.values()} == {"ok", "measured"}
+    figures = found["passes (ms)"]
+    assert figures["fingerprint of the parameters"] > 0
+    assert figures["NaN pass: norm of the gradients"] > 0

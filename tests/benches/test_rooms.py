@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import fft
+from tools import reference
+from tools.reference import outdated, surface
 from tools.rooms import PAGE, direct, imports, lines
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +21,30 @@ MADE_BY_THE_SITE = {"reference/cli.md", "reference/spec.md", "reference/timeouts
 
 def test_the_picture_in_the_design_is_drawn_from_the_imports() -> None:
     assert "\n".join(lines(imports())) in PAGE.read_text(), "python -m tools.rooms"
+
+
+def test_pages_written_from_the_code_are_up_to_date() -> None:
+    assert outdated() == [], "python -m tools.reference"
+
+
+def test_page_of_the_surface_shows_a_changed_name_argument_and_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The page would be outdated."""
+    before = surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(fft, "__all__", [name for name in fft.__all__ if name != "Loader"])
+        assert "fft.Loader(" in before and "fft.Loader(" not in surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(fft.Loader, "__init__", lambda self, loader: None)
+        assert "fft.Loader(loader)" in surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(fft.ManagerFFT, "added", lambda self, value=1: None, raising=False)
+        assert "    added(value=1)" in surface()
+    (tmp_path / "fft").mkdir()
+    (tmp_path / "fft" / "added.py").write_text('environ["FFT_ADDED"]')
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    assert reference.variables() == ["FFT_ADDED"]
 
 
 def test_every_room_is_in_the_picture_and_in_the_table() -> None:

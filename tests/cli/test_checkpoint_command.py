@@ -152,7 +152,7 @@ def test_prune_keeps_withdrawn_checkpoints_ahead_of_the_job(tmp_path: Path) -> N
     ("options", "expected"),
     [
         (["--checkpoint", "{place}"], "go on from them by --resume"),
-        (["--resume"], "--resume needs --checkpoint"),
+        (["--resume", "--memory", "off"], "--resume needs --checkpoint"),
         (["--checkpoint", "{place}", "--every", "soon"], "give a number of steps, such as 100"),
         (["--checkpoint", "{place}/step-2/manifest.json/x"], "give a directory that this user may"),
         (["--checkpoint", "{place}/step-2/manifest.json"], "is a file, and checkpoints are direct"),

@@ -31,7 +31,6 @@ from fft.checkpoints.files import Manifest
 from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.writer import RankWriter
-from fft.train.session.checkpoint_schedule import announcements_on
 
 EVERY = 2
 """Inner steps between two synchronizations."""
@@ -93,10 +92,11 @@ def takes_it_late(manager: fft.ManagerFFT) -> None:
     head = heard()
     assert head is not None and checkpointer is not None
     mine = tuple(at.entry for at in head.standing if at.entry.group == job.peer.group)
-    named = next(word.named for word in announcements_on(job.bus) if word.token == head.token)
     epoch = dataclasses.replace(head, members=mine)
+    named = checkpointer._due.due(head, epoch)
+    assert named is not None
     as_mine = named._replace(writer=job.peer.group)
-    checkpointer._begin(checkpointer._attempt(as_mine, head, epoch))
+    checkpointer._begin(as_mine, head, epoch)
 
 
 class Body:

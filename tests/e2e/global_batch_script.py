@@ -16,9 +16,10 @@ BATCH = 4
 if __name__ == "__main__":
     rank = sharded_rank(1, {}, partial(nn.Linear, WIDTH, WIDTH))
     batches, max_steps, *_ = [*map(int, sys.argv[1:]), None]
-    loader = fft.CursorLoader(Samples(), batch_size=BATCH, seed=5)
+    step = BATCH * batches
+    loader = fft.CursorLoader(Samples(), batch_size=BATCH, seed=5, global_batch=step)
     try:
-        for txn in rank.manager.transactions(loader, max_steps, global_batch=BATCH * batches):
+        for txn in rank.manager.transactions(loader, max_steps):
             with txn:
                 for batch in txn.batches:
                     F.mse_loss(rank.model(batch), batch).backward()

@@ -79,7 +79,7 @@ def main() -> None:
             "lighthouse_window": config.get("lighthouse_window", 1.0),
         },
     )
-    manager.drain_on(signal.SIGTERM)
+    manager.drain(on=signal.SIGTERM)
     manager.register(model, optimizer, generators=[model.generator])
     manager.sync_gradients(model)
     held = threading.Event()

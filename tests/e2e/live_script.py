@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 import fft
 from fft.errors import LiveBlockMisuse
+from fft.train.api.live_set import LiveSet
 
 
-def total(live: fft.LiveSet) -> float:
+def total(live: LiveSet) -> float:
     number = torch.ones(1)
     dist.all_reduce(number, group=live.group)
     return number.item()
 
 
-def fails_in_turn(live: fft.LiveSet) -> None:
+def fails_in_turn(live: LiveSet) -> None:
     """Both processes see the failure of one of them, whatever they are doing, and go on."""
     mine = int(live.me.group)
     for failing in (0, 1):
@@ -29,7 +30,7 @@ def fails_in_turn(live: fft.LiveSet) -> None:
                     raise ValueError("out of luck")
                 while True:  # a rollback interrupts code that is in no collective
                     time.sleep(0.01)
-        except fft.LiveBlockFailed as error:
+        except fft.errors.LiveBlockFailed as error:
             (failed,) = error.failed
             assert str(failed) == f"{failing}/0#1" and "out of luck" in str(error), error
             assert len(error.members) == 2 and str(failed) in str(error)
@@ -39,12 +40,12 @@ def fails_in_turn(live: fft.LiveSet) -> None:
         assert total(live) == len(members) == 2
 
 
-def is_refused(live: fft.LiveSet) -> None:
+def is_refused(live: LiveSet) -> None:
     """Nested blocks and blocks in different orders are refused, with the fix."""
     try:
         with live(), live():
             raise AssertionError("entered a nested block")
-    except fft.LiveBlockFailed as error:
+    except fft.errors.LiveBlockFailed as error:
         # no cause: the other process has failed before this one had entered the outer block
         assert error.__cause__ is None or isinstance(error.__cause__, LiveBlockMisuse)
         assert "cannot be nested" in str(error)
@@ -61,7 +62,7 @@ def is_refused(live: fft.LiveSet) -> None:
         print("misuse refused", flush=True)
 
 
-def is_awaited(live: fft.LiveSet) -> None:
+def is_awaited(live: LiveSet) -> None:
     """A process that does not enter a block, although it lives, is missed after the window."""
     with live():
         pass

@@ -28,7 +28,7 @@ def enter(manager: fft.ManagerFFT) -> None:
     try:
         with manager.live() as members:
             print("entered", len(members), flush=True)
-    except fft.LiveBlockFailed as error:
+    except fft.errors.LiveBlockFailed as error:
         print("failed:", error, flush=True)
 
 

@@ -339,12 +339,11 @@ def trained(form: Form, steps: int, groups: int, rank: int) -> dict[str, Any]:
         faults = json.loads(os.environ.get("MESH_FAULTS", "[]"))
         plan = once(model, faults, rank, manager._parts.groups)
         data: Any = batches(400)
-        sharded: Any = "rank" if "shares" in sys.argv[4:] else None
-        if sharded:
+        if "shares" in sys.argv[4:]:
             number, each = share_of(form, mesh)
             is_odd = "unequal" in sys.argv[4:] and rank == 3
-            data = Share(data[number + each * is_odd :: each])
-        for txn in manager.transactions(data, max_steps=steps, sharded=sharded):
+            data = fft.Loader(Share(data[number + each * is_odd :: each]), sharded="rank")
+        for txn in manager.transactions(data, max_steps=steps):
             with txn:
                 plan(txn.step)
                 form.loss(model, txn.batch).backward()

@@ -68,7 +68,7 @@ def main() -> None:
             if given:
                 give_notice(case)
                 deadline = time.monotonic() + LIMIT_S
-                while not manager.asked_to_leave:  # another thread polls the source
+                while not manager._parts.leaving.is_asked:  # another thread polls the source
                     assert time.monotonic() < deadline, "nobody reads the notice"
                     time.sleep(0.01)
             if given and case == "long":

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fft
+from fft.train.api.restartable import Call
 
 ORDER: list[str] = []
 
@@ -21,7 +22,7 @@ def add_hooks(manager: fft.ManagerFFT) -> None:
 
 
 @fft.restartable(min_members=2, max_restarts=2, stop_on=KeyError, hooks=add_hooks)
-def add(call: fft.Call, number: float) -> float:
+def add(call: Call, number: float) -> float:
     assert call.world_size == len(call.members) == 2
     me = call.members[call.rank]
     print(f"iteration {call.iteration} of {me}", flush=True)

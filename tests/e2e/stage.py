@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,12 +130,10 @@ class Member:
         steps: int | None,
         loader: Any = None,
         body: Callable[[Member, fft.Transaction], None] | None = None,
-        replay_only: bool = False,
-        sharded: Literal["group", "rank"] | None = None,
     ) -> None:
         """Train until ``steps`` or the end; ``body`` runs in each txn before the backward pass."""
         loader = loader or fft.CursorLoader(Numbers(), batch_size=4, seed=1)
-        for txn in self.manager.transactions(loader, steps, replay_only, sharded=sharded):
+        for txn in self.manager.transactions(loader, steps):
             with txn:
                 if body is not None:
                     body(self, txn)
@@ -157,6 +155,17 @@ class Member:
             self.error = error
         finally:
             self.manager.shutdown()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the participant has left the job for good."""
+        local = self.manager._parts.job.local
+        return local is not None and local.role == "terminal"
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether the participant was asked to leave, by a call, a signal or a notice."""
+        return self.manager._parts.leaving.is_asked
 
     @property
     def is_at_work(self) -> bool:

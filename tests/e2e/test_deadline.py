@@ -59,7 +59,7 @@ def why(made: Job, group: str = "1") -> str:
 def ended_in_time(member: Member, began: float) -> None:
     member.end()
     took = time.monotonic() - began
-    assert member.error is None and member.manager.drained
+    assert member.error is None and member.has_left
     print(f"\nwas out {WITHIN_S - took:.1f} s before the deadline")
 
 
@@ -127,7 +127,7 @@ def test_in_doubt_while_the_bus_is_away(tmp_path: Path) -> None:
             member.start(lambda m: m.train(9, body=body))
         for member in members:
             member.end()
-            assert member.error is None and member.manager.drained
+            assert member.error is None and member.has_left
             assert member.manager.current_step() == STEP
         took = time.monotonic() - min(began)
         assert "in doubt: it has voted YES" in why(made) and "out of reach" in why(made)
@@ -260,12 +260,12 @@ def test_in_the_optimizer_step_of_a_commit(two: Job) -> None:
 def test_source_is_polled_until_the_end_and_its_thread_ends(two: Job, tmp_path: Path) -> None:
     path = tmp_path / "gone"
     members = [two.member("0"), two.member("1")]
-    members[1].manager.drain_on(FileNotice(path), interval_s=0.01)
+    members[1].manager.drain(on=FileNotice(path))
 
     def body(member: Member, txn: fft.Transaction) -> None:
         if member.group == "1" and txn.step == STEP:
             path.touch()
-            wait_until(lambda: member.manager.asked_to_leave, "the file is read")
+            wait_until(lambda: member.is_asked_to_leave, "the file is read")
 
     for member in members:
         member.start(lambda m: m.train(9, body=body))
@@ -282,9 +282,9 @@ def test_a_signal_with_a_deadline(two: Job) -> None:
     member = two.member("0")
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        member.manager.drain_on(signal.SIGUSR1, within=1000.0)
+        member.manager.drain(1000.0, on=signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: member.manager.asked_to_leave, "the handler runs")
+        wait_until(lambda: member.is_asked_to_leave, "the handler runs")
     finally:
         signal.signal(signal.SIGUSR1, before)
     member.start(lambda m: m.train(5))
@@ -298,7 +298,7 @@ def test_no_rollback_cuts_the_handler_of_such_a_signal(two: Job) -> None:
     found: list[Safety] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: found.append(classify(sys._getframe(), None)))
     try:
-        two.member("0").manager.drain_on(signal.SIGUSR1)  # calls the previous handler
+        two.member("0").manager.drain(on=signal.SIGUSR1)  # calls the previous handler
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)

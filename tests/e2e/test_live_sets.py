@@ -86,9 +86,9 @@ def test_live_block_with_a_bug_is_not_repeated_for_ever(tmp_path: Path) -> None:
         try:
             with manager.live():
                 raise ValueError("always")
-        except (fft.LiveBlockFailed, fft.StepRetriesExceeded) as error:
+        except (fft.errors.LiveBlockFailed, fft.errors.StepRetriesExceeded) as error:
             failures.append(type(error))
-    assert failures == [fft.LiveBlockFailed, fft.StepRetriesExceeded]
+    assert failures == [fft.errors.LiveBlockFailed, fft.errors.StepRetriesExceeded]
     manager.shutdown()
     judged(tmp_path)
 

@@ -616,7 +616,8 @@ def test_loader_without_state_refuses_a_late_group_with_the_reason(two: Job) -> 
             reached.set()
 
     def train(member: Member) -> None:
-        member.train(None, itertools.repeat(torch.arange(4)), body, replay_only=True)
+        endless = fft.Loader(itertools.repeat(torch.arange(4)), replay_only=True)
+        member.train(None, endless, body)
 
     first = two.member("0", expected_groups=1).start(train)
     assert reached.wait(30)
@@ -641,7 +642,7 @@ def test_max_steps_ends_all_groups_at_the_same_commit(tmp_path: Path) -> None:
     with job(tmp_path / "traces", 3) as made:
         members = made.run(lambda m: m.train(5))
         assert {m.manager.current_step() for m in members} == {5}
-        assert all(m.manager.drained for m in members)
+        assert all(m.has_left for m in members)
         same_weights(*members)
         report = made.audit()
     assert (report.commits, report.epochs) == (5, 1)
@@ -655,7 +656,7 @@ def test_drained_group_leaves_after_a_commit_without_a_rollback(two: Job) -> Non
             member.manager.drain()
 
     members = two.run(lambda m: m.train(9, body=body))
-    assert members[1].manager.drained
+    assert members[1].has_left
     assert members[1].manager.current_step() == 4
     assert members[0].manager.current_step() == 9
     kinds = [r["kind"] for r in records(two.traces)]

@@ -206,7 +206,7 @@ def test_local_sgd_requires_a_periodic_spec(made: Job) -> None:
 
 def test_groups_that_step_together_have_no_weights(made: Job) -> None:
     member = made.member("0")
-    with pytest.raises(FftError, match="for groups that take local steps"):
+    with pytest.raises(FftError, match=r"only fft\.LocalSGD and fft\.DiLoCo weigh steps"):
         for txn in member.manager.transactions(_loader(), 1):
             assert txn.inner_step == 0
             with txn:
@@ -223,13 +223,13 @@ def test_a_loader_that_is_read_from_its_beginning_is_refused(made: Job) -> None:
     member = _registered(made)
     _diloco(member)
     with pytest.raises(FftError, match="CursorLoader"):
-        next(member.manager.transactions(iter([1]), replay_only=True))
+        next(member.manager.transactions(fft.Loader(iter([1]), replay_only=True)))
 
 
 @pytest.mark.parametrize(
     ("body", "mend"),
     [
-        (lambda m, txn: m.manager.allreduce(torch.ones(1)), "Groups meet when they synchronise"),
+        (lambda m, txn: m.manager.allreduce(torch.ones(1)), "before the synchronization"),
         (lambda m, txn: None, r"no backward\(\)"),
         (lambda m, txn: (_step(m, txn), txn.weigh(1.0)), "else never"),
         (lambda m, txn: txn.weigh(-1), "positive"),
@@ -253,9 +253,9 @@ def test_no_step_of_a_group_alone_is_the_last_of_a_pass(made: Job) -> None:
     for txn in member.manager.transactions(_loader(), 1):
         with txn:
             _step(member, txn)
-        with pytest.raises(FftError, match="not available for groups with local steps"):
+        with pytest.raises(FftError, match="not available with local steps"):
             txn.ends_data_epoch  # noqa: B018
-        with pytest.raises(FftError, match=r"txn\.progress: not available for groups with local"):
+        with pytest.raises(FftError, match=r"txn\.progress: not available with local"):
             txn.progress  # noqa: B018
 
 

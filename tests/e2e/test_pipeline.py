@@ -184,7 +184,7 @@ def test_spec_without_stages_is_refused_with_the_right_one(tmp_path: Path) -> No
         member.manager.register_pipeline(schedule)
 
     output = refusal(tmp_path, work, spec="hsdp")
-    assert "'hsdp' has none" in output and "spec='pipeline'" in output
+    assert "with spec='hsdp'" in output and "use spec='pipeline'" in output
 
 
 def test_there_is_no_stage_group_without_one_to_abort(tmp_path: Path) -> None:
@@ -278,4 +278,4 @@ def test_gradients_averaged_by_a_pipeline_are_not_averaged_twice(tmp_path: Path)
 def test_groups_of_several_ranks_need_a_spec_that_supports_them(tmp_path: Path) -> None:
     with job(tmp_path, 1) as made, pytest.raises(FftError) as error:
         made.ranks("0", [{"spec": "ddp"}, {"spec": "ddp"}])
-    assert "groups of one rank, and this one has 2" in str(error.value)
+    assert "several ranks in a replica group with spec='ddp'" in str(error.value)

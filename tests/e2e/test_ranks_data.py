@@ -135,7 +135,7 @@ def test_ranks_that_draw_different_data_end_before_a_step(tmp_path: Path, odd: s
             assert isinstance(member.error, UnequalData), repr(member.error)
             text = str(member.error)
             assert "step 0 was not committed: the ranks have drawn different data (" in text
-            assert 'transactions(loader, sharded="group")' in text
+            assert 'fft.Loader(loader, sharded="group")' in text
             assert not member.consumed
         made.audit()
 
@@ -158,7 +158,7 @@ def test_each_sample_of_a_shard_comes_once_when_a_job_resumes(
                 yield item + self.begin
 
     def work(member: Member, steps: int) -> None:
-        member.train(steps, Shard(member), save, sharded=kind)
+        member.train(steps, fft.Loader(Shard(member), sharded=kind), save)
 
     def save(member: Member, txn: fft.Transaction) -> None:
         if txn.step == SAVED_AT:

@@ -18,11 +18,11 @@ import fft
 from fft.bus import open_bus
 from fft.checkpoints.files import Checkpoints, attempt_name, name_of
 from fft.checkpoints.stores import open_store
-from fft.messages.protocol import Peer, Token
+from fft.messages.protocol import Token
 from fft.trace.audit import trace_files
 from fft.trace.format import scope_folder
 from fft.trace.resumed import audit_job
-from fft.train.session.checkpoint_schedule import AT, Announcement, encode_announcements
+from fft.train.paradigms.stages.due import Announcement, announce
 
 BATCHES = 8
 
@@ -216,9 +216,9 @@ def test_a_stage_that_has_passed_the_place_delivers_no_other_state(tmp_path: Pat
 
     def name_it_late(member: Member, step: int) -> None:
         if member.name == "0.1" and step == 2:
-            word = Announcement(Token(99, 1), 2, frozenset({Peer("0", 0, 1)}), name, 2, False)
+            word = Announcement(Token(99, 1), 2, "0", name, 2, False)
             with open_bus(member.job.bus) as bus:
-                bus.write(AT, encode_announcements([word]))
+                announce(bus, (), word)
 
     plan = Plan(32, steps=(6, 6), meanwhile=name_it_late)
     run(tmp_path / "traces", plan, **kept(place, every=1000))

@@ -25,9 +25,10 @@ from fft.engine.calls import Buses, Publish
 from fft.engine.core import EngineCore
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
-from fft.messages.causes import Cause
+from fft.messages.causes import Cause, LeaveReason
 from fft.messages.commands import Evict, encode_command
 from fft.messages.effects import Broadcast, Decide, Heal, Restore, SetTimer
+from fft.messages.exits import decode_exit, exit_register
 from fft.messages.protocol import (
     Begin,
     Drain,
@@ -36,6 +37,7 @@ from fft.messages.protocol import (
     Peer,
     RankEntry,
     Record,
+    Stop,
     Token,
     encode,
 )
@@ -563,6 +565,40 @@ def test_stopping_rank_is_released_from_collectives(stack: ExitStack) -> None:
     wait_until(lambda: older.ended is not None, "the older one is told to stop")
     assert older.ended is not None and older.ended.error == "Fenced"
     assert [cause for cause in freed if "is replaced by" in cause]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "error"),
+    [
+        ("drained", LeaveReason.DRAINED, ""),
+        ("last step", LeaveReason.LAST_STEP, ""),
+        ("shut down", LeaveReason.SHUT_DOWN, ""),
+        ("end of its shard", LeaveReason.SHARD_ENDED, ""),
+        ("diverged", None, "Diverged"),
+    ],
+)
+def test_process_writes_why_it_ends_into_its_register(
+    stack: ExitStack, how: str, reason: LeaveReason | None, error: str
+) -> None:
+    job = EngineJob(stack, f"memory://engine-{uuid.uuid4().hex}", 2, 1).start()
+    job.train(2)
+    first, second = job.members
+    if how == "drained":
+        first.engine.post(Drain((first.peer.group,), "an operator"))
+    elif how == "last step":
+        for member in job.members:
+            member.says = lambda start: {"last": True}
+    elif how == "diverged":
+        first.says, second.says = (lambda start, d=d: {"digest": d} for d in ("a", "b"))
+    else:
+        first.engine.post(Stop("over", LeaveReason(reason)))
+    for member in job.members:
+        member.train(9)
+    wait_until(lambda: first.ended is not None, "it ends")
+    held = job.open().read(exit_register(first.peer.group, 0))
+    found = decode_exit(held or b"")
+    assert (found.reason, found.error) == (reason, error)
+    assert found.took_part and found.step >= 2 and found.status is None
 
 
 def test_the_silence_of_the_bus_is_not_held_against_peers() -> None:

@@ -11,14 +11,17 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from fft.bus import open_bus
+from fft.errors import BusError
 from fft.launch.services import start_services
 from fft.launch.supervisor import JobOutcome, RunConfig, Supervisor
+from fft.messages.causes import LeaveReason
+from fft.messages.exits import Exit, encode_exit, exit_register
 from fft.messages.fault_plans import FaultPlan
 
 WAIT_S = 30.0
@@ -85,9 +88,22 @@ class Actor:
         self.pid: int = hello.get("pid", 0)
         self.env: dict[str, str] = hello.get("env", {})
         self.argv: list[str] = hello.get("argv", [])
+        self._has_left = False
         self.place = (self.env.get("REPLICA_GROUP_ID", ""), self.env.get("RANK", ""))
 
+    def leaves(self, reason: str, step: int = 5) -> None:
+        """Write the register of its exit, as a participant does when it has left the job."""
+        group, rank = self.place
+        host, why = socket.gethostname(), LeaveReason(reason)
+        found = Exit(group, int(rank), self.pid, host, step, why)
+        with open_bus(self.env["FFT_BUS"]) as bus:
+            bus.write(exit_register(group, int(rank)), encode_exit(found))
+        self._has_left = True
+
     def order(self, text: str) -> None:
+        if text == "exit 0" and not self._has_left:
+            with suppress(BusError):  # it may be gone
+                self.leaves("shut_down")
         self._connection.sendall(text.encode() + b"\n")
 
     def says(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from fft.launch.services import Services, start_services
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, claims, loop
 from fft.launch.supervisor.claims import Claims
 from fft.launch.supervisor.groups import Group, why_not_started
+from fft.launch.supervisor.spanning import GroupStart, GroupStarts
 from fft.messages.fault_plans import FaultPlan
 
 BUS = Path(__file__).parents[1] / "bus" / "child.py"
@@ -256,3 +257,59 @@ def test_claims_leave_one_entry_for_each_group(services: Services) -> None:
             with closing(claims.Claims(bus, lambda: None)) as made:
                 made.take(["0", "1"], take_over=False)
         assert bus.key_count() - before <= 2
+
+
+# --- parts of groups ------------------------------------------------------------------------------
+
+
+def test_parts_of_a_group_agree_on_its_starts() -> None:
+    with closing(open_bus("memory://parts-agree")) as bus:
+        starts, served = GroupStarts(bus), iter(["a:1", "b:2", "c:3"])
+
+        def begin(part: int, is_new: bool = False) -> tuple[GroupStart, bool] | None:
+            return starts.begin("0", part, lambda: next(served), is_new)
+
+        assert begin(1) is None and starts.read("0") is None, "part 0 serves the store"
+        assert begin(0) == (GroupStart(1, "a:1", "a:1", (0,)), False)
+        assert begin(1) == (GroupStart(1, "a:1", "a:1", (0, 1)), False)
+        # a part that is lost before the group may be re-formed lets all parts start again
+        assert begin(1) is None and begin(1) is None
+        assert begin(0) == (GroupStart(2, "b:2", "b:2", (0,)), False)
+        assert begin(1) == (GroupStart(2, "b:2", "b:2", (0, 1)), False)
+        # afterwards it takes its place, and a new part 0 moves the store
+        starts.note("0", 1, True)
+        starts.note("0", 2, True)
+        assert begin(1) == (GroupStart(2, "b:2", "b:2", (0, 1), True), True)
+        moved = GroupStart(2, "b:2", "c:3", (0, 1), True)
+        assert begin(0) == (moved, True) and begin(1) == (moved, True)
+        # a place that was taken in vain is not taken again
+        assert begin(1, is_new=True) is None
+        assert starts.read("0") == GroupStart(3)
+
+
+def test_hosts_take_different_parts_of_different_groups() -> None:
+    bus = open_bus("memory://parts-differ")
+    with (
+        closing(bus),
+        closing(Claims(bus, lambda: None)) as a,
+        closing(Claims(bus, lambda: None)) as b,
+    ):
+        taken = [[c.take_part(g, 2, lambda: False) for g in ("0", "1")] for c in (a, b)]
+        assert taken == [[0, 1], [1, 0]]
+        with closing(Claims(bus, lambda: None)) as third, pytest.raises(SupervisorError) as refused:
+            third.take_part("0", 2, lambda: False)
+        assert "all 2 parts of group 0 have supervisors that live" in str(refused.value)
+
+
+def test_host_that_comes_back_takes_a_part_that_was_lent() -> None:
+    bus = open_bus("memory://parts-lent")
+    with (
+        closing(bus),
+        closing(Claims(bus, lambda: None)) as a,
+        closing(Claims(bus, lambda: None)) as b,
+    ):
+        assert a.take_part("0", 2, lambda: False) == 0 and a.take_part("2", 2, lambda: False) == 0
+        a.release("2")
+        names = ["0", "0 part 1", "2", "2 part 1"]
+        assert b.take_lost(names, lambda: False) == "2"
+        assert b.take_lost(names, lambda: False) is None, "no part was lost"

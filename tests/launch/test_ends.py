@@ -23,7 +23,7 @@ from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.checkpoints.plan import Checkpointing
 from fft.launch.exit_status import ExitStatus
-from fft.launch.outcome import Outcome
+from fft.launch.outcome import Outcome, kept
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, ending, loop
 from fft.launch.supervisor.ending import Outage, last_epoch
 from fft.launch.supervisor.groups import Group
@@ -32,7 +32,6 @@ from fft.messages.fault_plans import FaultPlan
 from fft.messages.progress import CheckpointReport, TraceReport, encode_report
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record
 from fft.messages.wire import EPOCH, SCOPES, Wire, encode_register, left_name, list_name
-from fft.trace.inputs import SHARD_ENDED
 from fft.trace.tail import JobView
 
 StartJob = Callable[..., AbstractContextManager[Job]]
@@ -63,14 +62,9 @@ def test_group_that_exits_0_mid_job_is_reported_unless_asked(
     """
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
-        if asked == "a drain":
-            event = {"type": "drain", "groups": ["1"], "by": "me"}
-            trace(job, 1, 0, 1, record(kind="transition", event=event, step=5))
-        elif asked == "its last step":
-            last = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
-            trace(job, 1, 0, 1, record(kind="transition", step=5, **last))
-        elif asked == "the end of its shard":
-            trace(job, 1, 0, 1, record(kind="note", note=SHARD_ENDED, data={"shard": "1"}, step=5))
+        reasons = {"a drain": "drained", "its last step": "last_step"}
+        reasons |= {"the end of its shard": "shard_ended", "nobody": "shut_down"}
+        actors["1", "0"].leaves(reasons[asked])
         actors["1", "0"].order("exit 0")
         actors["1", "0"].gone()
         trace(job, 0, 0, 1, at_work(9, 2, ["0"]))
@@ -90,7 +84,7 @@ def test_job_names_a_short_shard_if_the_others_needed_its_group(
 ) -> None:
     with run_job(groups=2, ranks=1, max_restarts=0) as job:
         actors = two_at_work(job, stage, 5)
-        trace(job, 1, 0, 1, record(kind="note", note=SHARD_ENDED, data={"shard": "1"}, step=5))
+        actors["1", "0"].leaves("shard_ended")
         actors["1", "0"].order("exit 0")
         actors["1", "0"].gone()
         actors["0", "0"].order("raise few")
@@ -150,6 +144,7 @@ def test_group_without_a_writable_trace_is_not_reported_as_leaving_early(
         os.kill(actors["0", "0"].pid, signal.SIGKILL)
         other = stage.enter(1)["0", "0"]
         trace(job, 0, 0, 2, at_work(9, 2, ["0", "1"]))
+        again.leaves("last_step", 8)
         again.order("exit 0")
         again.gone()
         report(job, CheckpointReport("0", 0, 2, 8, "failed", "OSError: No space left on device"))
@@ -334,17 +329,17 @@ def test_exit_0_in_the_middle_of_the_job_is_a_loss(
     """A group that shuts down is lost only if the others continue, and only in FFT's own loop."""
     with run_job(groups=2, ranks=2) as job:
         actors = stage.enter(4)
-        loop = "torchft" if how == "the loop is torchft's" else "transactions"
+        is_torchft = how == "the loop is torchft's"
         for group, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
             trace(job, group, rank, 1, at_work(5, 1, ["0", "1"]))
-            note = record(kind="note", note="loop", data={"runs": loop}, step=5)
-            trace(job, group, rank, 1, note)
+        if how != "vanishes":
+            actors["1", "1"].leaves("shut_down" if is_torchft else "left_loop")
         actors["1", "1"].order("vanish" if how == "vanishes" else "exit 0")
         actors["1", "1"].gone()
         if how != "vanishes":
             for rank in (0, 1):
                 trace(job, 0, rank, 1, at_work(6, 1, ["0", "1"]))
-        if loop == "torchft":
+        if is_torchft:
             actors["1", "0"].order("exit 0")
             actors["1", "0"].gone()
             again = {}
@@ -393,8 +388,7 @@ def test_exit_status_encodes_the_end_of_the_job(run_job: StartJob, stage: Stage,
             for actor in actors.values():
                 assert actor.says() == {"heard": "sigterm"}
         for group in {"drained": (0, 1), "one drained": (1,)}.get(how, ()):
-            event = {"type": "drain", "groups": [str(group)], "by": "me"}
-            trace(job, group, 0, 1, record(kind="transition", event=event, step=5))
+            actors[str(group), "0"].leaves("drained")
         for group in {"killed": (1,), "given up": (1,), "failed": (0, 1)}.get(how, ()):
             os.kill(actors[str(group), "0"].pid, signal.SIGKILL)
             actors[str(group), "0"].gone()
@@ -419,14 +413,13 @@ def test_exit_status_encodes_the_end_of_the_job(run_job: StartJob, stage: Stage,
 def test_rank_killed_at_exit_by_requested_sigterm_counts_as_drained(
     run_job: StartJob, stage: Stage, has_left: bool
 ) -> None:
-    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         job.supervisor.interrupt()
-        for (group, _), actor in actors.items():
+        for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
             if has_left:
-                trace(job, int(group), 0, 1, record(kind="transition", step=6, **left))
+                actor.leaves("drained", 6)
         actors["1", "0"].order("exit 0")
         actors["0", "0"].order("die SIGTERM")
         status = job.verdict().exit_status
@@ -437,15 +430,11 @@ def test_rank_killed_at_exit_by_requested_sigterm_counts_as_drained(
 def test_group_that_is_away_at_the_end_leaves_its_shard_untrained(
     run_job: StartJob, stage: Stage, sharded: bool
 ) -> None:
-    vote = record(kind="transition", event={"type": "prepared", "last": True}, step=5)
-    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
-    drawn = {"slice": 4, **({"shard": "1"} if sharded else {})}
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
-        trace(job, 1, 0, 1, record(kind="note", note="consumed", data=drawn, step=5))
         os.kill(actors["1", "0"].pid, signal.SIGKILL)
         again = stage.enter(1)["1", "0"]
-        trace(job, 0, 0, 1, vote, record(kind="transition", step=6, **left))
+        actors["0", "0"].leaves("shard_ended" if sharded else "last_step", 6)
         actors["0", "0"].order("exit 0")
         assert again.says() == {"heard": "sigterm"}
         again.order("die SIGTERM")
@@ -460,16 +449,12 @@ def test_group_that_is_away_at_the_end_leaves_its_shard_untrained(
 def test_interrupted_job_that_finishes_its_last_step_is_complete(
     run_job: StartJob, stage: Stage, is_last: bool
 ) -> None:
-    vote = record(kind="transition", event={"type": "prepared", "last": is_last}, step=5)
-    left = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
     with run_job(groups=2, ranks=1) as job:
         actors = two_at_work(job, stage, 5)
         job.supervisor.interrupt()
-        event = {"type": "drain", "groups": ["0", "1"], "by": "supervisor"}
-        for (group, _), actor in actors.items():
+        for actor in actors.values():
             assert actor.says() == {"heard": "sigterm"}
-            drain = record(kind="transition", event=event, step=5)
-            trace(job, int(group), 0, 1, drain, vote, record(kind="transition", step=6, **left))
+            actor.leaves("last_step" if is_last else "drained", 6)
             actor.order("exit 0")
         status = job.verdict().exit_status
     assert status == (ExitStatus.COMPLETE if is_last else ExitStatus.DRAINED)
@@ -500,7 +485,11 @@ def test_deaths_at_one_step_end_the_job_in_the_third_round(run_job: StartJob, st
                 victim = stage.enter(1)["1", "0"]
                 trace(job, 1, 0, inc, at_work(5, inc, ["0", "1"]))
         verdict = job.verdict()
-    assert verdict.exit_status == ExitStatus.FAILED
+    assert verdict.exit_status == ExitStatus.NO_PROGRESS
+    assert kept(job.trace_dir)[:2] == [
+        "the job has ended: given up after restarts without a step",
+        verdict.lines[-1],
+    ]
     assert "3 processes died at step 5" in verdict.lines[0]
     assert "group 1 rank 0 by SIGSEGV" in verdict.lines[0]
     assert verdict.lines[0].endswith("item 77 kills me; the job was ended")
@@ -640,13 +629,12 @@ def test_wrapper_that_outlives_its_trainer_is_ended(
         trace(job, 0, 0, 1, header, at_work(5, 1, ["0"]))
         child = job.supervisor._groups["0"].children[0]
         wait_until(lambda: child._has_trainer(), "the trainer is seen")
-        left = record(kind="transition", to="EXIT", roles=["last_commit", "terminal"], step=6)
         if how == "is drained":
             job.supervisor.interrupt()
             trainer.gone()  # by SIGTERM, which the wrapper does not receive
-            trace(job, 0, 0, 1, left)
+            wrapper.leaves("drained", 6)
         elif how == "leaves":
-            trace(job, 0, 0, 1, left)
+            wrapper.leaves("last_step", 6)
         if how != "is drained":
             os.kill(trainer.pid, signal.SIGKILL)
             trainer.gone()
@@ -684,9 +672,9 @@ def test_signal_goes_to_the_wrapper_if_its_trainer_ends_meanwhile(
 @pytest.mark.parametrize("here", [0, 1])
 def test_interrupted_part_of_a_job_reports_no_lost_state(here: int) -> None:
     """Its groups, if it has any, have been started again; another host may have the state."""
-    groups = [Group(str(number), 1) for number in range(here)]
-    judgement = Judgement(groups, FaultPlan(faults=[]), has_services=False)
-    judgement.note_interrupt(JobView(committed=True), groups_in_all=2)
+    groups = [Group(str(number), 1, 1) for number in range(here)]
+    judgement = Judgement(here=groups, plan=FaultPlan(faults=[]), has_services=False)
+    judgement.note_interrupt(JobView(committed=True), parts_in_all=2)
     assert judgement.asked_to_end and judgement.problems == []
 
 
@@ -712,10 +700,6 @@ def test_part_of_a_job_without_its_group_ends_as_the_others_did(
     run_job: StartJob, stage: Stage, tmp_path: Path, how: str, is_interrupted: bool
 ) -> None:
     """The hosts share no disk, and the head register does not tell a drain from the last step."""
-    event = {"type": "drain", "groups": ["0"], "by": "me"}
-    drain = record(kind="transition", event=event, step=7)
-    vote = record(kind="transition", event={"type": "prepared", "last": how != "drained"}, step=7)
-    leave = {"from": "PREPARED", "to": "DRAIN_COMMIT", "roles": ["voting", "last_commit"]}
     with (
         run_job(groups=1, ranks=1, all_groups=2, max_restarts=0) as one,
         open_bus(one.bus_url) as bus,
@@ -726,8 +710,8 @@ def test_part_of_a_job_without_its_group_ends_as_the_others_did(
             if is_interrupted:  # as by the end of an allocation, which reaches all hosts
                 two.supervisor.interrupt()
                 assert again.says() == {"heard": "sigterm"}
-            trace(one, 0, 0, 1, at_work(7, 2, ["0"]), *([drain] if how == "drained" else []))
-            trace(one, 0, 0, 1, vote, record(kind="transition", step=8, **leave))
+            trace(one, 0, 0, 1, at_work(7, 2, ["0"]))
+            first.leaves("drained" if how == "drained" else "last_step", 8)
             show(bus, formed(2, "0"), left(2, "0"))
             if not is_interrupted:
                 assert again.says() == {"heard": "sigterm"}

@@ -324,6 +324,31 @@ def test_pod_translates_the_exit_status(
     assert done.returncode == code
 
 
+def test_pods_of_a_group_on_several_hosts_run_its_parts(tmp_path: Path) -> None:
+    job = a_job(placement=Placement.of(2, 4, None, 1, 2))
+    specs = job_specs(job.manifests())
+    assert [specs[role]["completions"] for role in ("group", "spare")] == [4, 1]
+    fake = tmp_path / "fft"
+    fake.write_text(
+        '#!/bin/bash\nif [ "$1" = run ]; then echo "$*"; exit 0; fi\n'
+        'printf "no group has begun\\nbus url, generation 1\\n"; exit 1\n'
+    )
+    fake.chmod(0o755)
+    for index, group in (("1", "0"), ("2", "1")):
+        pod = container(specs["group"])
+        words = [expanded(w, {"JOB_COMPLETION_INDEX": index}) for w in pod["args"]]
+        done = subprocess.run(
+            [*(word.replace("/job/", f"{tmp_path}/") for word in pod["command"]), *words],
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            timeout=90,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.startswith(f"run --first-group {group} --groups 1 --join --ranks 4 ")
+        assert "--ranks-per-host 2" in done.stdout
+
+
 def waited(folder: Path, role: str, seconds: int) -> subprocess.CompletedProcess[str]:
     """Run the shell of a pod that has waited for a bus for so long. No bus is there."""
     command = container(job_specs(a_job().manifests())[role])["command"]

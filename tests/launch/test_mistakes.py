@@ -31,7 +31,7 @@ from fft.errors import (
     UnfitCheckpoint,
 )
 from fft.launch import script_runner
-from fft.launch.supervisor.judgement import Mistakes, is_the_scripts
+from fft.launch.verdict import Mistakes, is_the_scripts
 from fft.train.session.error_reports import text_of
 from fft.train.step.step_failures import StepFailures
 from fft.util.error_places import LONGEST_TEXT, Place, fingerprint, may_pass, place_of

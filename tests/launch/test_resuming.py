@@ -87,11 +87,19 @@ def test_starts_that_come_no_further_are_given_up(step: int | None, tmp_path: Pa
         return LOST
 
     job = Job(tmp_path, first_only)
-    assert job.run() is LOST
+    assert job.run() == replace(LOST, status=ExitStatus.NO_PROGRESS)
     assert job.began == [None] * (step is not None) + [step] * (RESTARTS + 1)
     (output,) = [line for line in job.said if "starts in a row" in line]
     assert f"{RESTARTS + 1} starts in a row have published no checkpoint" in output
     assert str(job.folders[-1] / "logs") in output
+
+
+def test_preempted_starts_do_not_use_up_the_restarts(tmp_path: Path) -> None:
+    """They are given up later, as a chain of starts that come no further."""
+    preempted = replace(LOST, ended_by_error=False)
+    job = Job(tmp_path, lambda job: preempted)
+    assert job.run() == replace(preempted, status=ExitStatus.NO_PROGRESS)
+    assert len(job.began) == 3 * RESTARTS + 1
 
 
 def diverged(sound: int, bad: int) -> JobOutcome:
@@ -269,3 +277,65 @@ def test_start_resumes_beside_links_that_a_removal_left(tmp_path: Path) -> None:
     assert begun(resuming).resume_step == 4
     assert store.directories() == ["step-2", "step-4", "step-9"]
     assert len(list(cold.iterdir())) == 13
+
+
+NAN = frozenset({("ResultRefused", "train.py:13 <module>")})
+
+
+def test_start_that_ends_twice_soon_after_a_state_begins_with_an_older_one(tmp_path: Path) -> None:
+    """The state of step 10 is whole and verifies, but each start from it ends at step 13."""
+
+    def bad_state(job: Job) -> JobOutcome:
+        if job.began == [None]:
+            job.publish(5), job.publish(10)
+            return LOST
+        if job.began[-1] == 10:
+            return replace(LOST, errors=NAN, step=13)
+        return JobOutcome(True)
+
+    job = Job(tmp_path, bad_state)
+    assert job.run().ok
+    assert job.began == [None, 10, 10, 5]
+    assert any("with a state of step 10 or later, which may be bad" in line for line in job.said)
+    store = open_store(str(tmp_path / "checkpoints"))
+    assert store.directories() == ["step-10", "step-5"], "a later checkpoint replaces it"
+
+
+def test_states_that_follow_from_a_bad_one_are_left_as_well(tmp_path: Path) -> None:
+    def bad_state(job: Job) -> JobOutcome:
+        if job.began == [None]:
+            job.publish(5), job.publish(10)
+            return LOST
+        if job.began[-1] == 10:
+            job.publish(12)
+        return replace(LOST, errors=NAN, step=13) if job.began[-1] != 5 else JobOutcome(True)
+
+    job = Job(tmp_path, bad_state)
+    assert job.run().ok
+    assert job.began == [None, 10, 12, 5]
+
+
+def test_start_that_ends_in_the_same_way_from_all_states_is_given_up(tmp_path: Path) -> None:
+    def hopeless(job: Job) -> JobOutcome:
+        if job.began == [None]:
+            job.publish(5), job.publish(10)
+            return LOST
+        return replace(LOST, errors=NAN, step=13)
+
+    job = Job(tmp_path, hopeless)
+    assert not job.run().ok
+    assert job.began == [None, 10, 10, 5]
+    assert "there is no older state to begin with, and the job is not started again" in job.said[-1]
+
+
+def test_kills_soon_after_a_resume_do_not_make_its_state_suspect(tmp_path: Path) -> None:
+    def killed(job: Job) -> JobOutcome:
+        if job.began == [None]:
+            job.publish(5), job.publish(10)
+        ended = len(job.began) > 3
+        deaths = frozenset({(f"step 1{len(job.began) % 2}", "SIGKILL")})
+        return JobOutcome(True) if ended else replace(LOST, step=10, deaths=deaths)
+
+    job = Job(tmp_path, killed)
+    assert job.run().ok
+    assert job.began == [None, 10, 10, 10]

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from waiting import wait_until
 from fft.bus import open_bus
 from fft.cli import app
 from fft.errors import ConfigError
+from fft.launch import bad_hosts
 from fft.launch.exit_status import ExitStatus
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
@@ -72,6 +74,37 @@ def test_placement_gives_a_part_to_each_group_and_each_spare_node() -> None:
     ]
 
 
+def test_placement_gives_a_node_to_each_part_of_a_group() -> None:
+    place = Placement.of(groups=2, ranks=4, nodes=None, spares=1, per_host=2)
+    assert place.nodes == 4 and place.common_options()[1:5] == (
+        "--ranks",
+        "4",
+        "--ranks-per-host",
+        "2",
+    )
+    assert list(place.parts()) == [
+        Part("group-0-part-0", 0, 0, 1, 0),
+        Part("group-0-part-1", 1, 0, 1, 0),
+        Part("group-1-part-0", 2, 1, 1, 0),
+        Part("group-1-part-1", 3, 1, 1, 0),
+        Part("spare-0", 4, 0, 0, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_host", "why"),
+    [
+        (None, 3, "--ranks-per-host 3: expected a divisor of --ranks 4"),
+        (2, 2, "--nodes 2: expected 4"),
+    ],
+)
+def test_placement_refuses_parts_that_do_not_fit(
+    nodes: int | None, per_host: int, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Placement.of(2, 4, nodes, 0, per_host)
+
+
 @pytest.mark.parametrize(("groups", "nodes"), [(3, 2), (2, 4), (2, 0)])
 def test_placement_refuses_groups_that_do_not_divide_among_the_nodes(
     groups: int, nodes: int
@@ -87,7 +120,7 @@ def a_job(groups: int = 2, nodes: int = 2, **how: object) -> SlurmJob:
     return SlurmJob(
         placement=Placement(groups, 2, nodes, 1),
         folder=Path("/shared/a job"),
-        script=["train.py", "--name", "it's"],
+        script=["train.py", "--name", "it's", "@GROUPS@"],
         checkpoint=["--checkpoint", "/shared/c", "--every", "10m"],
         **how,
     )
@@ -162,12 +195,12 @@ def test_groups_share_a_node_in_equal_parts() -> None:
     assert "--exact" not in a_job().batch_script(), "a step alone on a node has all of it"
 
 
-def test_arguments_with_spaces_and_quotes_reach_the_script_unchanged() -> None:
+def test_arguments_reach_the_script_unchanged() -> None:
     text = a_job().batch_script()
     (line,) = [line for line in text.splitlines() if line.startswith("script=")]
     command = f'{line}\nprintf "%s\\n" "${{script[@]}}"'
     done = subprocess.run(["bash"], input=command, text=True, capture_output=True, check=True)
-    assert done.stdout.splitlines() == ["train.py", "--name", "it's"]
+    assert done.stdout.splitlines() == ["train.py", "--name", "it's", "@GROUPS@"]
 
 
 def test_each_start_of_the_bus_has_a_new_name() -> None:
@@ -175,6 +208,17 @@ def test_each_start_of_the_bus_has_a_new_name() -> None:
     for text in scripts()[:2]:
         (command,) = re.findall(r" serve .*\n.*", text)
         assert "--job" not in command and "--token-file" in command
+
+
+def test_tasks_of_an_array_are_the_parts_of_the_groups() -> None:
+    job = replace(a_job(), placement=Placement.of(2, 4, None, 0, 2))
+    text = job.group_script()
+    assert "#SBATCH --array=0-3\n" in text
+    line = re.search(r"--first-group (\S+ / 2\)\)\")", text)
+    assert line is not None
+    command = f"for SLURM_ARRAY_TASK_ID in 0 1 2 3; do echo {line[1]}; done"
+    done = subprocess.run(["bash"], input=command, text=True, capture_output=True, check=True)
+    assert done.stdout.split() == ["0", "0", "1", "1"]
 
 
 def test_task_of_an_array_requeues_itself_and_not_the_whole_array() -> None:
@@ -188,7 +232,24 @@ def test_task_of_an_array_requeues_itself_and_not_the_whole_array() -> None:
             ["bash"], input=command, env=given, text=True, capture_output=True, check=True
         )
         assert done.stdout.strip() == expected
-    assert 'scontrol requeue "${id:-$SLURM_JOB_ID}"' in text
+    assert "job=${id:-$SLURM_JOB_ID}" in text and 'scontrol requeue "$job"' in text
+
+
+@pytest.mark.parametrize(
+    ("bad", "order"),
+    [([], ["n1", "n2", "n3", "n4"]), (["n2", "n1"], ["n1", "n3", "n4", "n2"])],
+)
+def test_bad_hosts_become_the_spare_nodes(tmp_path: Path, bad: list[str], order: list[str]) -> None:
+    """The first node stays, because it has the bus."""
+    (tmp_path / "traces").mkdir()
+    if bad:
+        (tmp_path / "traces" / bad_hosts.LIST).write_text("".join(f"{host}\n" for host in bad))
+    found = re.search(r"^nodes=\(.*?\)\)$", scripts()[0], re.M | re.S)
+    assert found is not None
+    command = f'run={tmp_path}\nscontrol() {{ printf "n%s\\n" 1 2 3 4; }}\n'
+    command += f'{found[0]}\necho "${{nodes[@]}}"'
+    done = subprocess.run(["bash", "-c", command], text=True, capture_output=True, check=True)
+    assert done.stdout.split() == order
 
 
 def test_process_that_ignores_sigterm_still_ends_with_its_shell(tmp_path: Path) -> None:
@@ -397,6 +458,20 @@ def test_warning_drains_requeues_and_resumes_with_the_same_bits(
 
 
 @pytest.mark.long
+def test_requeued_job_gets_no_bad_host(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = Submitted(cluster, tmp_path / "a", "--every", "1000", script="60 0.1 2")
+    job.wait_for_steps(5)
+    bad_hosts.mark(job.folder / "job" / "traces", "node2", "excluded", "its sums were wrong")
+    cluster.ask("scancel", "--signal=USR1", "--batch", *job.ids)
+    job.end()
+    assert job.state() == "COMPLETED", job.output()
+    text = cluster.ask("scontrol", "show", "job", job.ids[0])
+    assert "ExcNodeList=node2" in text and "Restarts=1" in text, text
+    assert "node2" not in re.findall(" NodeList=(.*)", text)[0].replace("ExcNodeList", "")
+    assert (job.folder / "job" / "traces" / bad_hosts.LIST).read_text() == "node2\n"
+
+
+@pytest.mark.long
 def test_spare_node_takes_over_the_group_of_a_lost_node(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -409,6 +484,8 @@ def test_spare_node_takes_over_the_group_of_a_lost_node(
         cluster.start_node("node2")
     assert job.state() == "COMPLETED", job.output()
     assert "group 1 was taken over: its host was lost" in job.output()
+    marks = (job.folder / "job" / "traces" / bad_hosts.MARKS).read_text()
+    assert '"host": "node2", "kind": "lost"' in marks
     assert "complete, at step 250 (group 0: complete, group 1: complete)" in job.output()
     assert len(job.bits()) == 1
     audit = audit_job(job.folder / "job" / "traces")

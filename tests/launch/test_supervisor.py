@@ -25,7 +25,7 @@ from fft.bus import open_bus
 from fft.launch.exit_status import ExitStatus
 from fft.launch.services import ServiceError
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, SupervisorError, ending
-from fft.launch.supervisor.groups import Pauses
+from fft.launch.supervisor.groups import Restarts
 from fft.messages.fault_plans import FaultPlan
 from fft.messages.protocol import Death, Drain, Suspect, decode, encode
 from fft.operate import drain
@@ -154,11 +154,52 @@ def test_death_is_broadcast_at_once_and_the_group_restarts(
 
 
 def test_pauses_grow_to_half_a_minute_and_begin_anew_after_progress() -> None:
-    pauses = Pauses()
-    grown = [pauses.next() for _ in range(10)]
+    restarts = Restarts()
+    grown = [restarts.next() for _ in range(10)]
     assert grown == [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    pauses.progressed()
-    assert pauses.next() == 0
+    restarts.progressed()
+    assert restarts.next() == 0
+
+
+def test_restarts_after_preemptions_do_not_use_up_those_after_errors() -> None:
+    restarts = Restarts()
+    for _ in range(4):
+        assert not restarts.are_used_up(2, is_error=False)
+        restarts.next(is_error=False)
+    for _ in range(2):
+        assert not restarts.are_used_up(2)
+        restarts.next()
+    assert restarts.are_used_up(2, is_error=False), "a chain of six without progress"
+    restarts.progressed()
+    assert not restarts.are_used_up(2) and restarts.are_used_up(0)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGSEGV"])
+def test_job_without_a_committed_step_ends_with_a_status_of_its_own(
+    run_job: StartJob, stage: Stage, how: str
+) -> None:
+    """A signal from outside is a preemption, after which more restarts are due."""
+    starts = {"SIGTERM": 4, "SIGSEGV": 2}[how]
+    with run_job(groups=1, ranks=1, max_restarts=1) as job:
+        for _ in range(starts):
+            stage.enter(1)["0", "0"].order(f"die {how}")
+        outcome = job.verdict()
+    assert outcome.exit_status is ExitStatus.NO_PROGRESS
+    assert "group 0 was given up after its last restart" in outcome.lines
+
+
+def test_group_that_is_preempted_while_the_others_commit_is_restarted(
+    run_job: StartJob, stage: Stage
+) -> None:
+    with run_job(groups=2, ranks=1, max_restarts=1) as job:
+        actors = two_at_work(job, stage, 5)
+        preempted = actors["1", "0"]
+        for _ in range(2):
+            preempted.order("die SIGTERM")
+            preempted = stage.enter(1)["1", "0"]
+        for actor in (actors["0", "0"], preempted):
+            actor.order("exit 0")
+        assert job.verdict().exit_status is ExitStatus.COMPLETE
 
 
 def test_group_that_keeps_dying_is_dropped_with_the_tail_of_its_log(
@@ -455,6 +496,7 @@ def test_interrupt_after_lost_state_fails_the_job(run_job: StartJob, stage: Stag
         job.supervisor.interrupt()
         for actor in again.values():
             assert actor.says() == {"heard": "sigterm"}
+            actor.leaves("drained", 0)
             actor.order("exit 0")
         verdict = job.verdict()
     assert not verdict.ok
@@ -483,6 +525,8 @@ def test_group_without_state_restarts_while_other_groups_hold_state(
         ({"min_steps": 5}, "give both or neither"),
         ({"first_group": 2, "all_groups": 3}, "--all-groups 3: expected at least 4"),
         ({"host_limit": 0.0}, "--host-limit 0: expected a positive number"),
+        ({"ranks_per_host": 2}, "--ranks-per-host 2: expected a divisor of --ranks 1"),
+        ({"ranks": 4, "ranks_per_host": 2}, "a group on 2 hosts is not possible with"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from contextlib import closing
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_directory_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=f"has no {NAME}"):
         find_job(None, tmp_path, {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    started(tmp_path)
+    os.chown(tmp_path / NAME, 65534, -1)
+    with pytest.raises(OperatorError, match=f"{NAME} belongs to the user with id 65534"):
+        find_job(None, tmp_path, {})
+    assert find_job(SETTINGS["FFT_BUS"], None, {}) == (SETTINGS["FFT_BUS"], None)
 
 
 def test_job_that_has_ended_receives_no_request(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ DATA = {
     "finish": "An event without a cause gets a text.",
     "_cause_now": "An ABORT without a cause gets a text, or names the members that are missing.",
     "_open": "The cause stays that of a member that was lost during the last update.",
-    "commit_record": "What the record says of the votes: who leaves, and whether the epoch ends.",
+    "commit_record": "Data of the record: which groups leave, what follows, the newest checkpoint.",
     "_end_of_synchronisation": "The same, of an asynchronous job.",
     "succeed_epoch": "For teaching specs: outside every epoch, of the last record.",
 }

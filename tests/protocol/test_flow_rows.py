@@ -7,6 +7,7 @@ import pytest
 from cluster import Node
 from jobs import Job
 
+from fft.messages.causes import LeaveReason
 from fft.messages.effects import Finish
 from fft.messages.protocol import ScopeRecord
 from fft.protocol.invariants import judge
@@ -175,6 +176,7 @@ def test_follower_leaves_with_its_last_txn_with_data() -> None:
         assert job.live() == []
         assert job.head is not None
         assert (job.head.cursor, job.head.last) == (4, True)
+        assert set(job.head.reasons) == {LeaveReason.UPSTREAM_ENDED}
         assert_sound(job)
 
 
@@ -240,4 +242,5 @@ def test_a_group_leaves_scopes_in_the_order_of_the_flow() -> None:
     job.step()
     commits = [record for record in job.history if record.kind == "commit"]
     assert [(record.step, record.leavers) for record in commits] == [(1, ()), (2, ("1",))]
+    assert commits[1].why_left("1") is LeaveReason.DRAINED
     assert_sound(job)

@@ -249,6 +249,15 @@ def the_ranks_drew_different_data(h: History) -> None:
         change(h, peer, enters("voting", FIRST), event(manifest=Manifest(**reduced, data=data)))
 
 
+@breaks(
+    "validity",
+    f"the votes for txn {FIRST} and its record differ on whether a checkpoint is due",
+)
+def the_record_lacks_the_checkpoint_that_a_vote_asked_for(h: History) -> str:
+    change(h, B, enters("voting", FIRST), event(checkpoint=True))
+    return next(m.place for m in h.moves[B] if enters("committing", FIRST)(m))
+
+
 @breaks("skip", f"{B} takes txn {FIRST} for a step, against the votes")
 def a_skip_is_taken_for_a_step(h: History) -> str:
     change(h, B, enters("voting", FIRST), event(skip=True))

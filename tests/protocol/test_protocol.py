@@ -4,13 +4,14 @@ clock."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cluster import Node
 from jobs import Job
 
 from fft.engine.core import SLOTS
-from fft.messages.causes import CauseCode
+from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.effects import ClearTimers, Finish, SetTimer
 from fft.messages.protocol import (
     Ack,
@@ -30,7 +31,9 @@ from fft.messages.protocol import (
     Suspect,
     Timer,
     Token,
+    Vote,
 )
+from fft.protocol.effects import commit_record
 from fft.protocol.invariants import Finding
 from fft.protocol.state import hello, unproven
 
@@ -134,6 +137,39 @@ def test_votes_with_mismatched_manifests_cannot_commit() -> None:
     assert "manifests do not fit together (" in job.history[1].cause
     assert "0/0#1: 1x/4B" in job.history[1].cause and "1/0#1: 2x/8B" in job.history[1].cause
     assert why(job, 1) == (CauseCode.MANIFESTS_DIFFER, [])
+    assert clean(job) == []
+
+
+def test_one_vote_makes_a_checkpoint_due_and_later_records_keep_its_number() -> None:
+    job = Job(2).until_running()
+    job.compute([job.node("0")], checkpoint=True)
+    job.fail(job.node("1"))
+    job.settle()
+    assert [record.checkpoint for record in job.history] == [0, 0, 0], "it was rolled back"
+    job.compute([job.node("0")])
+    job.compute([job.node("1")], checkpoint=True)
+    job.settle()
+    due = job.history[-1]
+    assert (due.kind, due.checkpoint) == ("commit", due.n)
+    job.step()
+    job.compute(skip=True, checkpoint=True)
+    job.settle()
+    job.fail(job.node("0"))
+    job.settle()
+    later = job.history[due.n :]
+    assert [record.kind for record in later] == ["commit", "commit", "abort", "epoch"]
+    assert {record.checkpoint for record in later} == {due.n}, "a skip changes no step"
+    assert clean(job) == []
+
+
+def test_last_txn_that_is_skipped_is_due_for_a_checkpoint() -> None:
+    job = Job(2).until_running()
+    for node in job.live():
+        assert node.txn is not None
+        skips = {"skip": True, "last": True, "checkpoint": True}
+        job.post(node, Prepared(node.txn.token, True, Manifest(1, 4, "x"), **skips))
+    job.settle()
+    assert job.history[-1].skip and job.history[-1].checkpoint == job.history[-1].n
     assert clean(job) == []
 
 
@@ -724,6 +760,37 @@ def test_member_that_stops_itself_is_not_awaited() -> None:
 # --- drain ----------------------------------------------------------------------------------------
 
 
+SHARD = Manifest(shard="1")
+
+
+@pytest.mark.parametrize(
+    ("votes", "reasons"),
+    [
+        ({"0": {}, "1": {"leaving": True}}, {"1": LeaveReason.DRAINED}),
+        ({"0": {"last": True}, "1": {}}, {"0": LeaveReason.LAST_STEP}),
+        ({"0": {"last": True, "leaving": True}, "1": {}}, {"0": LeaveReason.LAST_STEP}),
+        ({"0": {}, "1": {"last": True, "manifest": SHARD}}, {"1": LeaveReason.SHARD_ENDED}),
+        (
+            {
+                "0": {"last": True, "leaving": True, "skip": True, "manifest": SHARD},
+                "1": {"leaving": True, "skip": True},
+            },
+            {"0": LeaveReason.LAST_STEP, "1": LeaveReason.DRAINED},
+        ),
+    ],
+    ids=["asked", "last step", "asked at its last step", "end of its shard", "stop by one asked"],
+)
+def test_commit_names_why_each_group_leaves(
+    votes: dict[str, dict[str, Any]], reasons: dict[str, LeaveReason]
+) -> None:
+    a, b = Job(2).until_running().live()
+    fields = {node.peer: {"manifest": Manifest(), **votes[node.peer.group]} for node in (a, b)}
+    cast = [Vote(peer, **values) for peer, values in fields.items()]
+    record = commit_record(a.local, a.participant.config, cast)
+    assert dict(zip(record.leavers, record.reasons, strict=True)) == reasons
+    assert record.why_left("2") is None
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_drained_group_leaves_after_a_commit_without_a_rollback(ranks: int) -> None:
     job = Job(3, ranks).until_running()
@@ -733,6 +800,7 @@ def test_drained_group_leaves_after_a_commit_without_a_rollback(ranks: int) -> N
     job.step()
     assert job.kinds() == ["epoch", "commit", "commit", "epoch"]
     assert job.history[2].leavers == ("1",)
+    assert job.history[2].reasons == (LeaveReason.DRAINED,)
     for node in leavers:
         assert error_of(node) == (None, "left after a commit") and node.local.step == 2
     assert len(job.live()) == 2 * ranks
@@ -1607,6 +1675,40 @@ def test_signs_of_life_do_not_delay_a_joiner_without_its_mate() -> None:
     job.settle()
     error, reason = error_of(alone)
     assert error == "NotEnoughGroups" and "rank 1 of group 7" in reason
+    assert clean(job) == []
+
+
+def test_ranks_wait_for_mates_of_a_lost_host_as_long_as_the_job_goes_on() -> None:
+    job = Job(2, ranks=2, spans_hosts=True).until_running()
+    job.crash(job.node("1", 1))
+    job.settle()
+    alone = job.node("1", 0)
+    limit = alone.local.timers["quorum"]
+    job.step()
+    job.settle()
+    assert alone.local.state == "INIT" and alone.local.timers["quorum"] > limit
+    job.add("1", 1, 2, store="1.0", **job.config)
+    job.settle()
+    job.step()
+    job.settle()
+    assert job.states() == {"NORMAL"} and len(job.live()) == 4
+    assert clean(job) == []
+
+
+def test_a_group_meets_at_the_store_of_its_first_rank() -> None:
+    job = Job(2, ranks=2).until_running()
+    assert [g.meets_at for g in job.history[-1].members] == ["0.0", "1.0"]
+    for rank, home in ((1, "other:1"), (0, "other:0")):
+        job.crash(job.node("1", rank))
+        job.settle()
+        job.add("1", rank, 2, store="1.0", home=home, **job.config)
+        job.settle()
+        job.step()
+        job.settle()
+        newest = [r for r in job.history if r.kind == "epoch"][-1]
+        meets = {g.group: g.meets_at for g in newest.members}
+        assert meets == {"0": "0.0", "1": "1.0" if rank else "other:0"}
+        assert {g.store for g in newest.members} == {"0.0", "1.0"}
     assert clean(job) == []
 
 

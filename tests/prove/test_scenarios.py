@@ -108,6 +108,10 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         "a peer's gloo or store cannot be reached": "train/test_rollback_groups.py",
         "the replacement of a lost rank hangs before its first txn": "e2e/test_reforming.py",
         "a host is lost, and another one has spares for its group": "e2e/test_vanished_host.py",
+        "a host of a group that spans hosts is lost": "e2e/test_spanning.py",
+        "two groups on several hosts each lose a host, and no host has spares": (
+            "e2e/test_spanning.py"
+        ),
         "a partition": "e2e/test_vanished_host.py",
         'no quorum (`membership="lighthouse"`)': "e2e/test_lighthouse.py",
         "a member that the quorum leaves out (the same)": "e2e/test_lighthouse.py",

@@ -536,3 +536,10 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "scatter": Refusal(lambda at: at.pg.scatter([x(1)], [], ScatterOptions()), *NO_BACKEND),
     },
 }
+
+if torch.__version__ < (2, 12):
+    no_list = "Backend gloo does not support alltoall"
+    REFUSED["shard"]["all_to_all"] = Refusal(ROWS.pop("all_to_all").run, RuntimeError, no_list)
+    for unsupported in REFUSED.values():
+        del unsupported["functional_batch_p2p"]  # torch has no such op, and none of the next
+    del ROWS["functional_isend_irecv"]

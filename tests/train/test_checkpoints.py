@@ -54,7 +54,7 @@ from fft.train.checkpoint.writer import (
     WriterContext,
     decline,
 )
-from fft.train.session.checkpoint_schedule import Named, RecordSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named
 
 SET_BY_LAUNCHERS = ("FFT_BUS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 WIDTH = 8
@@ -594,7 +594,7 @@ def test_a_group_takes_the_random_states_that_were_its_own(
     Start(tmp_path / "first", checkpoint=at(tmp_path / "checkpoints")).train(Stream(), 4)
     monkeypatch.setenv("FFT_GROUP", group)
     again = Start(tmp_path / "second", 7, checkpoint=at(tmp_path / "checkpoints"))
-    again.manager._parts.checkpointer._loader._groups = (
+    again.manager._parts.checkpointer.loader._groups = (
         groups  # a single process announces one group
     )
     again.train(Stream(), 5)
@@ -806,7 +806,7 @@ EPOCH = Record(
 def context_of(place: Path, closing: threading.Event | None = None) -> WriterContext:
     """Return what the writers of group 0's first rank need, without a job around them."""
     job: Any = SimpleNamespace(local=None)
-    due = RecordSchedule(fft.Checkpointing(place), job)
+    due = CheckpointSchedule(fft.Checkpointing(place), job, lambda: False)
     found, closing = Checkpoints(open_store(str(place))), closing or threading.Event()
     return WriterContext(found, due, ("0", 0), 0, lambda *_: None, closing)
 

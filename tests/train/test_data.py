@@ -208,12 +208,12 @@ def test_a_generator_is_refused() -> None:
 
 
 def test_replay_only_source_is_used_and_refuses_to_resume_elsewhere() -> None:
-    source = as_source(numbers(), replay_only=True)
+    source = as_source(fft.Loader(numbers(), replay_only=True))
     assert source.take(Due(0, 1, 2)) == 1
     with pytest.raises(DataError, match="load_state_dict"):
         source.load(None, 2)
     with pytest.raises(DataError, match=r"continues at item 6.*begin at its first"):
-        as_source(numbers(), replay_only=True).holds(6, 1)
+        as_source(fft.Loader(numbers(), replay_only=True)).holds(6, 1)
 
 
 def test_a_list_is_had_in_any_order() -> None:

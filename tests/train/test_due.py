@@ -1,4 +1,4 @@
-"""Tests of when checkpoints of local groups are due, and who is waited for, on a bus in memory.
+"""Tests of when checkpoints of local groups are due, and which groups are awaited.
 
 `tests/e2e/test_durable_async.py` runs whole jobs.
 """
@@ -17,16 +17,30 @@ from waiting import wait_until
 from fft.bus import ErrorBus, open_bus
 from fft.checkpoints.plan import Checkpointing
 from fft.messages.effects import StartTxn
-from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Standing, Token
+from fft.messages.protocol import (
+    GroupEntry,
+    Manifest,
+    Peer,
+    RankEntry,
+    Record,
+    Standing,
+    Token,
+    Vote,
+)
 from fft.protocol.state import Local
+from fft.protocol.tally import Tally
 from fft.train.paradigms.asynchronous import DueToLocal
-from fft.train.session.checkpoint_schedule import AT, RecordSchedule, departed_groups
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, departed_groups
 
 INTERVAL_S = 0.2
 
 
 def entry(group: str, inc: int = 1) -> GroupEntry:
     return GroupEntry(group, f"{group}:{inc}", (RankEntry(0, inc, True, "", 1, "host"),))
+
+
+def vote(peer: Peer, last: bool, skip: bool, asks: bool) -> Vote:
+    return Vote(peer, Manifest(1, 4), last=last, skip=skip, checkpoint=asks)
 
 
 class Group:
@@ -38,7 +52,7 @@ class Group:
         self.notes: list[dict[str, Any]] = []
         self.is_busy = False
         plan = Checkpointing("somewhere", every)
-        self.due = DueToLocal(plan, self, bus, lambda: self.is_busy)  # type: ignore[arg-type]
+        self.due = DueToLocal(plan, self, lambda: self.is_busy)  # type: ignore[arg-type]
 
     def report_checkpoint(self, name: str, data: dict[str, Any]) -> None:
         assert name == "checkpoint_skipped"
@@ -50,7 +64,7 @@ class Job:
 
     def __init__(self, bus: ErrorBus, every: int | str = 4) -> None:
         self.groups = {name: Group(bus, name, every) for name in "012"}
-        self.step, self.n = 0, 0
+        self.step, self.n, self.checkpoint = 0, 0, 0
         self.apart: dict[str, GroupEntry] = {}
         """Groups of the job, with the process of each."""
 
@@ -69,17 +83,21 @@ class Job:
         epoch = self._epoch(members)
         token, inside = Token(epoch.epoch, 1), tuple(members)
         plan = StartTxn(token, self.step, "", 0, 0, len(members), inside, 0)
+        votes = []
         for name in members:
             self.groups[name].local = Local("PREPARED", "prepared", "", head=epoch, epoch=epoch)
-            self.groups[name].due.before_vote(plan, last, skip and foreseen)
+            asks = self.groups[name].due.asks(plan, last, skip and foreseen)
+            votes.append(vote(self.groups[name].peer, last, skip, asks))
         self.n += 1
         if aborts:
             return set()
+        if Tally.of(votes).commit().checkpoint:
+            self.checkpoint = self.n
         self.step += not skip
         self.apart |= {name: self.apart.get(name) or entry(name) for name in members}
         commit = replace(
             epoch, n=self.n, kind="commit", txn=1, step=self.step, members=(), skip=skip,
-            last=last, standing=self._standing(),
+            last=last, standing=self._standing(), checkpoint=self.checkpoint,
         )  # fmt: skip
         found = {name: self.groups[name].due.due(commit, epoch) for name in members}
         assert len({named.name for named in found.values() if named}) <= 1, "one attempt"
@@ -90,7 +108,7 @@ class Job:
         entries = tuple(self.apart.get(name) or entry(name) for name in members)
         return Record(
             self.n, "epoch", self.n, 0, self.step, "", 0, 0, Peer(members[0], 0, 1),
-            members=entries, bound=4, standing=self._standing(),
+            members=entries, bound=4, standing=self._standing(), checkpoint=self.checkpoint,
         )  # fmt: skip
 
     def _standing(self) -> tuple[Standing, ...]:
@@ -109,26 +127,6 @@ def test_only_the_members_of_the_txn_take_the_checkpoint(bus: ErrorBus) -> None:
     assert found == [set(), {"0", "1"}, set(), {"0", "2"}, set(), {"1", "2"}]
 
 
-def test_late_rank_finds_the_message_of_the_previous_commit(bus: ErrorBus) -> None:
-    """The first member may vote in the next txn, and name the checkpoint, before another has
-    applied this."""
-    job = Job(bus, every=1)
-    epoch = job._epoch("01")
-    members = tuple("01")
-    for name in members:
-        job.groups[name].local = Local("PREPARED", "prepared", "", head=epoch, epoch=epoch)
-    first, second = (
-        StartTxn(Token(epoch.epoch, txn), txn - 1, "", 0, 0, 2, members, 0) for txn in (1, 2)
-    )
-    for name in members:
-        job.groups[name].due.before_vote(first, False, False)
-    commit = replace(epoch, n=epoch.n + 1, kind="commit", txn=1, step=1, members=())
-    found = [job.groups["0"].due.due(commit, epoch)]
-    job.groups["0"].due.before_vote(second, False, False)
-    found.append(job.groups["1"].due.due(commit, epoch))
-    assert found[0] is not None and found[0] == found[1]
-
-
 def test_local_writer_is_not_lost_and_a_lost_one_is_replaced(
     bus: ErrorBus,
 ) -> None:
@@ -142,7 +140,7 @@ def test_local_writer_is_not_lost_and_a_lost_one_is_replaced(
     assert job.txn("12") == {"1", "2"}, "by its step"
     job.apart["1"] = entry("1", inc=2)
     assert job.txn("2", aborts=True) == set()
-    assert job.txn("2") == {"2"}, "named again, for the txn that was named came to nothing"
+    assert job.txn("2") == {"2"}, "asked for again, because the txn was rolled back"
     assert job.txn("2") == set()
 
 
@@ -160,12 +158,12 @@ def test_checkpoint_interval_in_seconds_counts_for_the_whole_job(bus: ErrorBus) 
     assert job.txn("01") == {"0", "1"}, "the first"
     began = time.monotonic()
     named = job.txn("02") | job.txn("12") | job.txn("012")
-    assert not named or time.monotonic() - began > INTERVAL_S, "who has had none has seen the word"
+    assert not named or time.monotonic() - began > INTERVAL_S, "a group without one has the record"
     wait_until(lambda: time.monotonic() - began > 2 * INTERVAL_S, "an interval", 10)
     assert job.txn("12") == {"1", "2"}
 
 
-def test_last_commit_is_due_without_a_message(bus: ErrorBus) -> None:
+def test_last_commit_is_due_whatever_the_interval(bus: ErrorBus) -> None:
     assert Job(bus, every=1000).txn("01", last=True) == {"0", "1"}
 
 
@@ -174,17 +172,31 @@ def test_skipped_last_commit_still_takes_its_checkpoint(bus: ErrorBus) -> None:
     assert Job(bus, every=1000).txn("01", last=True, skip=True) == {"0", "1"}
 
 
-def test_data_that_end_with_a_skip_end_with_a_checkpoint() -> None:
+def test_data_that_end_with_a_skip_end_with_a_checkpoint(bus: ErrorBus) -> None:
     """No commit is the last then. A checkpoint of a second skip would contain nothing new."""
-    job: Any = None
-    due = RecordSchedule(Checkpointing("somewhere", 1000), job)
+    group = Group(bus, "0", 1000)
+    due = CheckpointSchedule(group.due._plan, group, lambda: False)  # type: ignore[arg-type]
     epoch = Record(1, "epoch", 1, 0, 7, "", 0, 0, Peer("0", 0, 1), (entry("0"),))
-    found = []
+    head, found = epoch, []
     for txn, last, skip in ((1, False, True), (2, True, True), (3, True, True)):
-        due.before_vote(StartTxn(Token(1, txn), 7, "", 0, 0, 1, ("0",), 0), last, skip)
-        record = replace(epoch, n=txn + 1, kind="commit", txn=txn, members=(), skip=skip)
-        found.append(due._is_due(record, epoch))
+        group.local = Local("PREPARED", "prepared", "", head=head, epoch=epoch)
+        asks = due.asks(StartTxn(Token(1, txn), 7, "", 0, 0, 1, ("0",), 0), last, skip)
+        is_due = Tally.of([vote(group.peer, last, skip, asks)]).commit().checkpoint
+        checkpoint = txn + 1 if is_due else head.checkpoint
+        head = replace(
+            epoch, n=txn + 1, kind="commit", txn=txn, members=(), skip=skip, checkpoint=checkpoint
+        )
+        found.append(due.due(head, epoch) is not None)
     assert found == [False, True, False]
+
+
+def test_new_first_member_asks_after_an_interval_of_its_own(bus: ErrorBus) -> None:
+    job = Job(bus, every=f"{INTERVAL_S}s")
+    assert job.txn("12") == {"1", "2"}
+    assert job.txn("012") == set(), "0 does not know when the newest checkpoint was taken"
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > 2 * INTERVAL_S, "an interval", 10)
+    assert job.txn("012") == {"0", "1", "2"}
 
 
 def test_rank_still_writing_proposes_no_checkpoint_and_reports_it(bus: ErrorBus) -> None:
@@ -193,16 +205,6 @@ def test_rank_still_writing_proposes_no_checkpoint_and_reports_it(bus: ErrorBus)
     assert job.txn("01") == set()
     assert [note["step"] for note in job.groups["0"].notes] == [1]
     assert job.txn("12") == {"1", "2"}
-
-
-def test_no_checkpoint_is_taken_without_the_bus_and_a_note_is_written(bus: ErrorBus) -> None:
-    job = Job(bus, every=1)
-    bus.write(AT, b"9")
-    assert job.txn("01") == set()
-    assert "no words of checkpoints" in job.groups["0"].notes[0]["reason"]
-    bus.close()
-    assert job.txn("01") == set()
-    assert job.groups["1"].notes
 
 
 def test_local_group_is_awaited_and_lost_group_is_not(bus: ErrorBus) -> None:

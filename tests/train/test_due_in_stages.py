@@ -21,13 +21,20 @@ from fft.checkpoints.plan import Checkpointing
 from fft.engine.other_scopes import OtherScope
 from fft.errors import CheckpointError
 from fft.messages.effects import StartTxn
-from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, Token
+from fft.messages.protocol import GroupEntry, Manifest, Peer, RankEntry, Record, Token, Vote
 from fft.messages.wire import EPOCH, Wire, encode_register, list_name
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Elsewhere, Local
-from fft.train.paradigms.stages.due import FirstStageSchedule, LaterStageSchedule, refuse_forks
-from fft.train.session.checkpoint_schedule import AT, CheckpointSchedule, Named, announcements_on
+from fft.protocol.tally import Tally
+from fft.train.paradigms.stages.due import (
+    AT,
+    FirstStageSchedule,
+    LaterStageSchedule,
+    announcements_on,
+    refuse_forks,
+)
+from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named
 
 
 class Rank:
@@ -49,17 +56,18 @@ class Stage:
     """The ranks of one stage, and its scope's records as its txns would leave them."""
 
     def __init__(self, number: int, buses: list[ErrorBus], every: int | str, groups: int) -> None:
-        self.number, self.step, self.cursor, self.n = number, 0, 0, 0
+        self.number, self.step, self.cursor, self.n, self.checkpoint = number, 0, 0, 0, 0
         self.next = Elsewhere("stage1", 2, n=1, takers=groups)
         self.ranks = {str(g): Rank(buses[0], str(g), number) for g in range(groups)}
         for rank in self.ranks.values():
-            given: Any = (rank, buses[number])
+            plan = Checkpointing("somewhere", every)
             if number:
                 scope = OtherScope("stage0", buses[0])
-                rank.due = LaterStageSchedule(*given, buses[number - 1], scope, 5.0)  # type: ignore[call-arg]
+                pair = buses[number], buses[number - 1]
+                rank.due = LaterStageSchedule(plan, rank, pair, scope, 5.0)  # type: ignore[arg-type]
             else:
                 busy = lambda rank=rank: rank.is_busy  # noqa: E731
-                rank.due = FirstStageSchedule(Checkpointing("somewhere", every), *given, busy)  # type: ignore[call-arg]
+                rank.due = FirstStageSchedule(plan, rank, buses[0], busy)  # type: ignore[arg-type]
 
     def txn(
         self,
@@ -86,13 +94,18 @@ class Stage:
         leaving = frozenset(Peer(group, self.number, 1) for group in asked)
         leaving |= frozenset({by} if record.get("last") else ())
         seen = (self.next,) if self.number == 0 else ()
+        votes = []
         for name in members:
             local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
             self.ranks[name].local = replace(local, leaving=leaving)
-            self.ranks[name].due.before_vote(plan, False, foreseen and skip)
+            asks = self.ranks[name].due.asks(plan, False, foreseen and skip)
+            peer, leaves = self.ranks[name].peer, name in asked
+            votes.append(Vote(peer, Manifest(1, 4), leaves, skip=skip, checkpoint=asks))
         if aborts:
             return {}
         self.n += 1
+        if Tally.of(votes).commit().checkpoint:
+            self.checkpoint = self.n
         self.step, self.cursor = self.step + (not skip), after
         commit = replace(
             epoch,
@@ -102,6 +115,7 @@ class Stage:
             step=self.step,
             cursor=after,
             members=(),
+            checkpoint=self.checkpoint,
             **record,
         )
         found = {name: self.ranks[name].due.due(commit, epoch) for name in members}
@@ -112,7 +126,19 @@ class Stage:
             GroupEntry(g, g, (RankEntry(self.number, 1, True, "", 1, "host"),)) for g in members
         )
         by = Peer(members[0], self.number, 1)
-        return Record(self.n, "epoch", self.n, 0, self.step, "", self.cursor, 0, by, entries)
+        return Record(
+            self.n,
+            "epoch",
+            self.n,
+            0,
+            self.step,
+            "",
+            self.cursor,
+            0,
+            by,
+            entries,
+            checkpoint=self.checkpoint,
+        )
 
 
 class Job:
@@ -351,7 +377,7 @@ def test_rank_still_writing_proposes_only_the_last_checkpoint(stack: ExitStack) 
     first, _ = Job(stack, every=1).stages
     first.ranks["0"].is_busy = True
     assert not first.txn()
-    assert first.ranks["0"].notes == ["the last one of this group is being written"]
+    assert first.ranks["0"].notes == ["the one before is still being written"]
     assert first.txn(last=True)
 
 
@@ -361,7 +387,16 @@ def test_stage_that_cannot_read_the_due_message_logs_it(
     job = Job(stack, every=1)
     job.buses[0].write(AT, b"9")
     assert not job.stages[1].txn()
-    assert "no words of checkpoints" in caplog.text
+    assert "no announcements of checkpoints" in caplog.text
+
+
+def test_checkpoint_that_cannot_be_announced_is_not_taken(stack: ExitStack) -> None:
+    job = Job(stack, every=1)
+    job.buses[0].write(AT, b"9")
+    assert job.stages[0].txn() == {}
+    assert "no announcements of checkpoints" in job.stages[0].ranks["0"].notes[0]
+    job.buses[0].close()
+    assert job.stages[0].txn() == {} and len(job.stages[0].ranks["0"].notes) == 2
 
 
 def test_stages_that_fork_are_refused() -> None:

@@ -19,7 +19,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import Token
 from fft.train.data import retries
 from fft.train.data.digests import digest_of
-from fft.train.data.source import Inputs, StreamSource, as_source
+from fft.train.data.source import Due, Inputs, StreamSource, as_source
 from fft.train.data.step_input import StepInput
 
 
@@ -221,60 +221,62 @@ def test_own_generator_of_a_dataset_never_makes_digests_differ(make: Callable[[]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda n: fft.CursorLoader(Augmented(n), 2, shuffle=False), Batches]
+    "make",
+    [
+        lambda n, f: fft.CursorLoader(Augmented(n), 2, shuffle=False, identify=f),
+        lambda n, f: fft.Loader(Batches(n), identify=f),
+    ],
+    ids=["loader", "sequence"],
 )
-def test_identify_compares_and_traces_items_by_number(make: Callable[[int], Any]) -> None:
+def test_identify_compares_and_traces_items_by_number(
+    make: Callable[[int, Any], Any], request: pytest.FixtureRequest
+) -> None:
     def first(offset: int) -> StepInput:
-        source = as_source(make(offset), identify=lambda batch: batch[0])
+        source = as_source(make(offset, lambda batch: batch[0]))
         return drawn(Inputs(source, 1, 0), 0)
 
     found = [first(offset) for offset in (0, 0, 0, 1)]
     assert len({each.digest for each in found[:3]}) == 1 != len({each.digest for each in found})
     ids = [found[0].ids, found[3].ids]
-    assert ids == ([[0], [1]] if make is Batches else [[0, 1], [1, 2]])
-
-
-def test_identify_of_a_loader_ends_with_its_transactions() -> None:
-    loader = fft.CursorLoader(Augmented(), 2)
-    first = as_source(loader, identify=lambda batch: batch[0]).fingerprint(0, 1)  # type: ignore[attr-defined]
-    assert as_source(loader).fingerprint(0, 1) != first  # type: ignore[attr-defined]
+    assert ids == ([[0], [1]] if "sequence" in request.node.name else [[0, 1], [1, 2]])
 
 
 def test_unreadable_first_item_is_named_instead_of_a_digest_of_its_own() -> None:
     """Without the first item the digest would differ from those of the other ranks."""
-    loader = fft.CursorLoader(FailingData(ValueError("never"), 99), 1, order=lambda _: range(3, 9))
-    inputs = Inputs(as_source(loader, identify=lambda batch: batch), 1, 0)
+    data = FailingData(ValueError("never"), 99)
+    loader = fft.CursorLoader(data, 1, order=lambda _: range(3, 9), identify=lambda batch: batch)
+    inputs = Inputs(as_source(loader), 1, 0)
     with pytest.raises(ValueError, match="never") as caught:
         drawn(inputs, 1)
     assert caught.value.fft_item == "item 0"  # type: ignore[attr-defined]
 
 
-def test_warning_names_a_data_source_that_ignores_identify(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_settings_that_a_data_source_would_ignore_are_refused() -> None:
     class Own:
         in_any_order = True
         open = close = lambda self: None
         holds = take = export = load = lambda self, *_: None
 
-    as_source(Own(), identify=lambda batch: batch)
-    assert "ignores identify= for a " in caplog.text and "define ids(batch)" in caplog.text
+    for settings in ({"identify": str}, {"sharded": "group"}, {"replay_only": True}):
+        with pytest.raises(DataError, match=r"define ids\(batch\) in a source of yours"):
+            fft.Loader(Own(), **settings)
+    assert fft.Loader(Own(), global_batch=8).global_batch == 8
 
 
 @pytest.mark.parametrize("identify", [None, lambda batch: batch])
 def test_loader_that_does_not_restore_its_order_is_refused(identify: Any) -> None:
     source, joiner = StreamSource(Counter(), identify), StreamSource(Counter(moves_on=False))
-    source.take(fft.Due(0, 3, 4))
+    source.take(Due(0, 3, 4))
     joiner.load(source.export(2), 2)
     with pytest.raises(UnequalData, match=r"Counter does not continue with .* item 2 has digest"):
-        joiner.take(fft.Due(2, 2, 4))
+        joiner.take(Due(2, 2, 4))
 
 
 def test_loader_that_restores_its_order_continues() -> None:
     source, joiner = StreamSource(Counter()), StreamSource(Counter())
-    source.take(fft.Due(0, 3, 4))
+    source.take(Due(0, 3, 4))
     joiner.load(source.export(2), 2)
-    assert [int(joiner.take(fft.Due(2, n, 4))) for n in range(2, 8)] == list(range(2, 8))
+    assert [int(joiner.take(Due(2, n, 4))) for n in range(2, 8)] == list(range(2, 8))
 
 
 # --- attempts -------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ def test_failure_of_identify_skips_no_item() -> None:
             raise failures.pop()
         return batch
 
-    inputs = Inputs(as_source(Counter(), identify=identify), 1, 0)
+    inputs = Inputs(as_source(fft.Loader(Counter(), identify=identify)), 1, 0)
     assert [int(drawn(inputs, cursor).batch) for cursor in range(5)] == list(range(5))
 
 
@@ -437,7 +439,7 @@ def test_a_loader_without_a_state_is_not_asked_again() -> None:
         raise ConnectionError("reset")
 
     with pytest.raises(ConnectionError, match="reset"):
-        drawn(Inputs(as_source(batches(), replay_only=True), 1, 0), 0)
+        drawn(Inputs(as_source(fft.Loader(batches(), replay_only=True)), 1, 0), 0)
 
 
 # --- orders ---------------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ def test_weighted_sampler_gives_the_same_order_in_any_process(workers: int) -> N
     again = fft.CursorLoader(data, 4, sampler=weighted())
     assert loader.items_per_data_epoch == 3
     try:
-        taken = [loader.take(fft.Due(n, n, 1)).tolist() for n in range(6)]
+        taken = [loader.take(Due(n, n, 1)).tolist() for n in range(6)]
     finally:
         loader.close()
     assert (
@@ -555,7 +557,7 @@ def test_cursor_loader_keeps_the_batches_of_a_batch_sampler(workers: int) -> Non
         list(range(6)), None, sampler=batches, micro_batches=2, num_workers=workers
     )
     try:
-        taken = [loader.take(fft.Due(n, n, 1)) for n in range(3)]
+        taken = [loader.take(Due(n, n, 1)) for n in range(3)]
     finally:
         loader.close()
     parts = [[batch.tolist() for batch in item] for item in taken]

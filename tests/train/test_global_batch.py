@@ -51,7 +51,7 @@ def drawn(inputs: Inputs, begin: StartTxn) -> StepInput:
 
 
 def test_inputs_have_the_batches_of_a_rank_until_a_whole_step_is_missing() -> None:
-    inputs = Inputs(as_source([[n] for n in range(10)], identify=lambda b: b), 1, 0)
+    inputs = Inputs(as_source(fft.Loader([[n] for n in range(10)], identify=lambda b: b)), 1, 0)
     first = drawn(inputs, plan(0, 0, 2, 3))
     assert first.batch == [[0], [2]] and first.dealt == {"slices": [0, 2], "items": [0, 2]}
     assert first.ids == [0, 2] and first.items == range(3) and first.progress == 0.3
@@ -149,4 +149,4 @@ def test_a_global_batch_that_batches_do_not_make_up_is_refused(
     with pytest.raises(DataError) as caught:
         slices_of(given, samples, takers=2, groups=2)
     assert expected in str(caught.value)
-    assert f"transactions(loader, global_batch={samples}): " in str(caught.value)
+    assert f"global_batch={samples}: " in str(caught.value)

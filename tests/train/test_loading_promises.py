@@ -272,14 +272,14 @@ def test_failed_stream_is_reopened_at_the_item_that_failed() -> None:
     assert log[-1] == "open 4+1"
 
 
-def shuffled(own: int | None) -> fft.StreamLoader:
+def shuffled(own: int | None, **options: Any) -> fft.StreamLoader:
     """Return a loader that shuffles by the global generator, or by one with a seed of its own."""
 
     def open_stream(first: int, stride: int) -> Iterator[int]:
         generator = None if own is None else torch.Generator().manual_seed(own)
         return iter(torch.randperm(64, generator=generator).tolist()[first::stride])
 
-    return fft.StreamLoader(open_stream, items=64)
+    return fft.StreamLoader(open_stream, items=64, **options)
 
 
 def test_stream_that_depends_on_its_first_item_is_refused() -> None:
@@ -289,9 +289,7 @@ def test_stream_that_depends_on_its_first_item_is_refused() -> None:
     assert shuffled(7).fingerprint(0, 2) != shuffled(8).fingerprint(0, 2), "other data"
     single = fft.StreamLoader(lambda _first, _stride: iter([1.0]), items=1)
     assert single.fingerprint(0, 2) is not None, "there is no item 1"
-    loader = shuffled(None)
-    loader.identify = lambda _: 0
-    assert loader.fingerprint(0, 2) is not None
+    assert shuffled(None, identify=lambda _: 0).fingerprint(0, 2) is not None
 
 
 # --- who has other data --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from fft.checkpoints.files import Manifest, Scope
 from fft.errors import FftError, UnfitCheckpoint
-from fft.train.checkpoint.loading import Loaded, Loader
+from fft.train.checkpoint.loading import CheckpointLoader, Loaded
 from fft.train.process_groups.mesh_layout import BatchShare, MeshLayout
 
 
@@ -104,7 +104,7 @@ def loaded(own_items: int, own_mesh: str, **written: Any) -> Loaded:
     fields |= {"spec": "hsdp", "spec_digest": "d", "fft_version": "1", "attempt": "a", "wall": 1.0}
     fields |= {"digests": {}, "files": (), **written}
     fields = {name: value for name, value in fields.items() if name in Manifest.model_fields}
-    loader = Loader.__new__(Loader)
+    loader = CheckpointLoader.__new__(CheckpointLoader)
     loader._ranks = 4
     loader._rank = cast(Any, SimpleNamespace(groups=SimpleNamespace(mesh_text=own_mesh)))
     paradigm = SimpleNamespace(items_per_step=own_items)

@@ -313,11 +313,6 @@ def test_only_news_is_passed_on_and_each_error_is_logged_once(
     assert len(caplog.records) == 2 and polls == source.polls
 
 
-def test_an_interval_must_be_one() -> None:
-    with pytest.raises(ConfigError, match="interval_s=0"):
-        Poller(Scripted(None), print, 0.0)
-
-
 # --- settings -------------------------------------------------------------------------------------
 
 

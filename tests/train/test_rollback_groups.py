@@ -373,6 +373,18 @@ def test_group_configured_before_adoption_is_refused() -> None:
         AbortableGroup(pg)
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_reconfigure": True}])
+def test_group_of_torch_itself_is_refused(options: dict[str, bool]) -> None:
+    pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    if options and not hasattr(pg, "reconfigure"):
+        pytest.skip("this torch has no groups that can be reconfigured")
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, **options)
+    pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    with pytest.raises(FftError, match=r"torchft\.process_group\.ProcessGroupGloo\(\)"):
+        AbortableGroup(pg)
+
+
 def test_a_shard_group_keeps_its_shape() -> None:
     server = store_server()
     pg = ShardProcessGroupGloo(MINUTE)

@@ -121,7 +121,7 @@ def test_progress_is_one_with_the_last_txn_and_refused_without_an_end() -> None:
     with pytest.raises(FftError, match=r"an fft\.CursorLoader with data_epochs="):
         _ = endless.progress
     for counted in (SHARDED, LOCAL_STEPS):
-        with pytest.raises(FftError, match=r"^txn\.progress: not available for .*(sharded|local)"):
+        with pytest.raises(FftError, match=r"^txn\.progress: not available with (sharded|local)"):
             _ = replace(endless, counted=counted).progress
 
 

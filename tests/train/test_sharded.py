@@ -259,14 +259,14 @@ def test_a_state_of_data_that_are_divided_otherwise_is_refused() -> None:
 
 
 def test_loaders_that_cannot_be_shards_are_refused() -> None:
-    job = Job()
     with pytest.raises(DataError, match="has no state_dict and load_state_dict"):
-        job.source(0, loader=[1, 2])
+        fft.Loader([1, 2], sharded="group")
     with pytest.raises(DataError, match="divides the data among the groups itself"):
-        job.source(0, loader=fft.CursorLoader([1, 2], 1))
-    job.kind = "node"
+        fft.Loader(fft.CursorLoader([1, 2], 1), sharded="group")
     with pytest.raises(DataError, match="expected 'group' or 'rank'"):
-        job.source(0)
+        fft.Loader(Share(0), sharded="node")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="pass all settings to one of them"):
+        fft.Loader(fft.Loader(Share(0), sharded="group"), replay_only=True)
 
 
 def test_the_last_item_of_a_shard_is_known() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from torchft.process_group import ProcessGroup
 
 from fft.errors import FftError
 from fft.train.guard.torchft_adapter import TorchftAdapter, configuration_of
@@ -36,7 +38,8 @@ def test_group_of_a_later_torchft_is_configured_by_its_reconfigure(
     calls: list[tuple[Any, ...]] = []
     name = "torchft.process_group.reconfigure_with_store"
     monkeypatch.setattr(name, lambda *call: calls.append(call), raising=False)
-    group = SimpleNamespace(reconfigure=None)
+    group = Mock(spec=["reconfigure"])
+    group.__class__ = ProcessGroup
     configuration_of(group)("host:1/prefix", "group", 1, 2, 7, None, None, None)
     assert calls == [(group, "host:1/prefix", 1, 2)]
     group.configure = calls.append

@@ -134,6 +134,7 @@ def test_table_of_private_names_is_complete() -> None:
     [
         ("torch", "2.10.0", True, "torch 2.10.0 is too old, FFT needs 2.11 or newer"),
         ("torch", None, True, "torch is not installed"),
+        ("torchft", None, True, "torchft is not installed: pip install 'torchft>=0.2'"),
         ("torch", "2.16.0", False, "torch 2.16.0 was not tried with this FFT; 2.11 to 2.15 were"),
         ("torch", "2.12.0a0+1f2e3d4c5b.nv26.04", False, "was not tried"),
         ("torch", "2.15.0.dev20261001", False, "was not tried"),

@@ -9,5 +9,6 @@ from fft.launch.supervisor.config import RunConfig, SupervisorError
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import JobOutcome
 from fft.launch.supervisor.loop import Supervisor
+from fft.launch.supervisor.script import Script
 
-__all__ = ["JobOutcome", "Joined", "RunConfig", "Supervisor", "SupervisorError"]
+__all__ = ["JobOutcome", "Joined", "RunConfig", "Script", "Supervisor", "SupervisorError"]

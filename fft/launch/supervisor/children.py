@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fft.errors import JobEnded
 from fft.health.death_mutex import DeathMutex, supported
 from fft.launch import script_runner
 from fft.launch.supervisor.script import Script
+from fft.launch.verdict import cause_of
+from fft.messages.exits import Exit
 from fft.messages.protocol import MAX_MESSAGE, Suspect, UnreadableMessage, decode
 from fft.util import pidfd
 from fft.util.error_places import Place
@@ -29,6 +30,7 @@ from fft.util.error_places import Place
 logger = logging.getLogger(__name__)
 
 
+_HOST = socket.gethostname()
 _REAP_S = 10.0  # time that a child may take to end after SIGKILL before that is logged
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
@@ -89,13 +91,13 @@ class Child:
         """The supervisor sent it SIGTERM."""
         self.was_killed = False
         """The supervisor sent it SIGKILL."""
-        self.left_early = False
-        """It ended with exit status 0 in the middle of the job."""
         self.trainer = Trainer()
         self.loaded_torch = False
         """It ended without an error and had loaded torch; set by `reap`."""
         self.error_place: Place | None = None
         """The error in the script that ended the process; set by `reap`."""
+        self.exit = Exit(group, rank, 0, "", took_part=False)
+        """How it has ended, by its own register and by `collected`."""
         self._death_mutex = DeathMutex() if supported() else None
         if self._death_mutex is not None:
             inherits = (*inherits, self._death_mutex.fd)
@@ -153,21 +155,46 @@ class Child:
             self._death_mutex = None  # frees its page, which has its own descriptor
         return self.code
 
+    def collected(self, written: Exit | None, step: int, took_part: bool, replaces: bool) -> None:
+        """Derive `exit`, after `reap`.
+
+        Args:
+            written: The exit that the process itself has written.
+            step: The last step that it is known to have committed.
+            took_part: Whether it is known to have been a member of an epoch.
+            replaces: It has taken the place of a lost rank of a living group.
+        """
+        found = written or Exit(self.group, self.rank, self.pid, _HOST, step, took_part=took_part)
+        place = self.error_place
+        self.exit = replace(
+            found,
+            step=max(step, found.step),
+            status=0 if self.trainer.has_left else self.code,
+            place=place and replace(place, text=""),
+            asked=self.was_asked,
+            early=self.exit.early,
+            replaces=replaces,
+            log=str(self.log),
+        )
+
+    @property
+    def left_early(self) -> bool:
+        """It ended with exit status 0 in the middle of the job."""
+        return self.exit.early
+
+    @left_early.setter
+    def left_early(self, is_early: bool) -> None:
+        self.exit = replace(self.exit, early=is_early)
+
     @property
     def has_failed(self) -> bool:
         """Whether it ended by a failure or too early; valid after `reap`."""
         return (self.code != 0 and not self.trainer.has_left) or self.left_early
 
     @property
-    def failed_by_itself(self) -> bool:
-        """Whether its script failed, rather than a machine or a peer; valid after `reap`."""
-        is_theirs = self.error_place is not None and self.error_place.may_pass
-        return (self.code or 0) > 0 and not is_theirs
-
-    @property
     def came_too_late(self) -> bool:
         """Whether it returned after all others had left, as after a hang; valid after `reap`."""
-        return self.error_place is not None and self.error_place.is_a(JobEnded)
+        return self.exit.came_too_late
 
     def signal(self, number: int) -> None:
         """Send a signal, except to a child that is already dead.
@@ -204,11 +231,6 @@ class Child:
             return pid != 0 and os.getsid(pid) == self.pid and not _is_zombie(pid)
         except ProcessLookupError:
             return False
-
-    @property
-    def ended_as_asked(self) -> bool:
-        """Whether the supervisor's SIGTERM ended it by default action; valid after `reap`."""
-        return self.was_asked and self.code == -signal.SIGTERM
 
     def verdict(self, known: set[tuple[str, str]]) -> str:
         """Describe how it ended, in one line followed by the last lines of its log.
@@ -256,16 +278,6 @@ def _read(error_fd: int) -> Place | None:
         return Place.from_json(os.pread(error_fd, _LONGEST_ERROR, 0))
     except ValueError:  # it recorded no error, or was killed while writing it
         return None
-
-
-def cause_of(code: int | None) -> str:
-    """Return an exit code in words: ``exit code 3`` or ``SIGKILL``."""
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
 
 
 def _tail(log: Path) -> list[str]:

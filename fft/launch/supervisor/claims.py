@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict
@@ -25,7 +26,10 @@ from pydantic.dataclasses import dataclass
 
 from fft.bus import ErrorBus
 from fft.errors import BusError
+from fft.health.hosts import beats
+from fft.launch.bad_hosts import own_name
 from fft.launch.supervisor.config import GroupHeld, SupervisorError
+from fft.launch.supervisor.spanning import part_name
 from fft.messages.codec import Codec
 from fft.messages.commands import (
     Answer,
@@ -50,7 +54,8 @@ _SILENCE_S = 10.0
 """Silence, in seconds, after which a holder counts as dead or stopped. It is longer than a change
 of the bus's leader."""
 _GONE_S = 1.0
-"""The same limit for a holder on this host whose process no longer exists, in seconds."""
+"""The same limit for a holder on this host whose process no longer exists, and for one whose host
+was found to have vanished, in seconds."""
 _AGAIN_S = 0.5
 """Interval between two reads of the registers while waiting for a holder, in seconds."""
 _YIELD_S = GRACE_S + 15.0
@@ -101,7 +106,11 @@ class Claims:
             serves: The bus ends with this process, so it keeps at least one group.
         """
         self._bus, self._wake, self._serves = bus, wake, serves
-        self._me = Holder(fresh_id(), socket.gethostname(), os.getpid())
+        self.lost_hosts: dict[str, str] = {}
+        """The host of the silent supervisor from which each group was taken."""
+        self.id = fresh_id()
+        """Name of this supervisor, also as a sender of heartbeats."""
+        self._me = Holder(self.id, socket.gethostname(), os.getpid(), own_name())
         self.status: int | None = None
         """Exit status of this supervisor, which `close` writes to the registers of its groups."""
         self._mine: dict[str, bytes] = {}
@@ -145,6 +154,55 @@ class Claims:
         with self._answers_to(claim) as ear:
             self._ask(claim, others, ear, is_asked)
 
+    def take_part(self, group: str, parts: int, is_asked: Callable[[], bool]) -> int | None:
+        """Claim one of the parts of a group: a free one, or one whose holder does not answer.
+
+        A host with parts of several groups prefers different parts, because the ranks with one
+        number, which have the same shard, must not be lost together.
+
+        Args:
+            parts: Number of parts of the group.
+            is_asked: Returns whether to give up; called during waits.
+
+        Returns:
+            The number of the part, or None if asked to give up.
+
+        Raises:
+            GroupHeld: All parts have other supervisors, which live.
+        """
+        order = sorted(range(parts), key=lambda part: (part - int(group)) % parts)
+        for take in self._has_claimed, partial(self.adopt, is_unwanted=is_asked):
+            for part in order:
+                if take(part_name(group, part)):
+                    return part
+                if is_asked():
+                    return None
+        raise GroupHeld(
+            f"all {parts} parts of group {group} have supervisors that live; start this one with "
+            "other groups (--first-group), or as a host of spares (--groups 0 --spares)"
+        )
+
+    def take_lost(self, names: Iterable[str], is_asked: Callable[[], bool]) -> str | None:
+        """Claim one of these parts that has lost its host, or whose host was lent to another group.
+
+        Args:
+            is_asked: Returns whether to give up; called during waits.
+
+        Returns:
+            The name of the part, or None if no part lacks a host.
+        """
+        for name in names:
+            if (held := self._bus.read(holder_register(name))) is None:
+                continue
+            holder = self._holder(name, held)
+            is_lent = holder.free and holder.status is None
+            if self._has_claimed(name) if is_lent else self.adopt(name, is_asked):
+                return name
+        return None
+
+    def _has_claimed(self, name: str) -> bool:
+        return not self._claimed_by_others([name])
+
     @contextmanager
     def _answers_to(self, claim: Claim) -> Iterator[Ear]:
         ear = Ear()
@@ -172,7 +230,7 @@ class Claims:
         if held is None or (holder := self._holder(group, held)).free or group in self._mine:
             return False
         claim = Claim(fresh_id(), (group,), str(self._me), probes=True)
-        deadline = time.monotonic() + _patience(holder)
+        deadline = time.monotonic() + self._patience(holder)
         with self._answers_to(claim) as ear:
             self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             while (now := time.monotonic()) < deadline:
@@ -182,6 +240,23 @@ class Claims:
             return False
         self._take_from_the_silent(claim, {group: (held, holder)})
         return group in self._mine
+
+    def is_silent(self, group: str) -> bool:
+        """Return whether the group has a holder whose host was found to have vanished.
+
+        Raises:
+            BusError: The bus cannot be reached.
+            SupervisorError: The register cannot be read.
+        """
+        held = self._bus.read(holder_register(group))
+        if held is None or (holder := self._holder(group, held)).free:
+            return False
+        return not beats(self._bus, holder.id)
+
+    def _patience(self, holder: Holder) -> float:
+        """Return the seconds of silence after which a holder counts as dead or stopped."""
+        is_lost = _is_gone(holder) or not beats(self._bus, holder.id)
+        return _GONE_S if is_lost else _SILENCE_S
 
     def keeps(self, group: str) -> bool:
         """Check, before processes of the group are started, that this supervisor still holds it.
@@ -212,7 +287,7 @@ class Claims:
         if loss.claim is None:
             return
         try:
-            self._release(loss.group)
+            self.release(loss.group)
             word = Answer(loss.claim, str(self._me), "done", f"group {loss.group} is free")
             self._bus.send(answer_inbox(loss.claim), encode_answer(word))
         except BusError as error:
@@ -223,7 +298,7 @@ class Claims:
         self._listener.close()
         try:
             for group in list(self._mine):
-                self._release(group, self.status)
+                self.release(group, self.status)
             self._bus.delete(self._inbox)
         except BusError as error:  # the next claimant finds that this process is gone
             logger.warning("the claims of this job's groups stay on the bus: %s", error)
@@ -276,7 +351,7 @@ class Claims:
             for holder in holders.values():
                 if holder.id not in asked:
                     asked.add(holder.id)
-                    deadline = max(deadline, time.monotonic() + _patience(holder))
+                    deadline = max(deadline, time.monotonic() + self._patience(holder))
                     self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
                     names = ", ".join(others)
                     logger.warning("group %s was claimed by %s; asking", names, holder)
@@ -299,6 +374,7 @@ class Claims:
         for group, (held, holder) in others.items():
             logger.warning("group %s is taken over: %s does not answer", group, holder)
             self._set(group, held)
+            self.lost_hosts[group] = holder.node
             # a holder that was only stopped receives this when it continues
             self._bus.send(f"supervisor/{holder.id}", _CLAIMS.encode(claim))
             if _is_gone(holder):
@@ -341,7 +417,8 @@ class Claims:
         word = encode_answer(Answer(claim.id, str(self._me), verdict, text))
         self._bus.send(answer_inbox(claim.id), word)
 
-    def _release(self, group: str, status: int | None = None) -> None:
+    def release(self, group: str, status: int | None = None) -> None:
+        """Let other supervisors claim the group. Raises BusError."""
         held = self._mine.pop(group, None)
         if held is not None:
             free = encode_holder(replace(self._me, free=True, status=status))
@@ -349,10 +426,6 @@ class Claims:
 
     def _on_lost(self, error: BusError) -> None:
         logger.error("other supervisors cannot be heard any more: %s", error)
-
-
-def _patience(holder: Holder) -> float:
-    return _GONE_S if _is_gone(holder) else _SILENCE_S
 
 
 def _is_gone(holder: Holder) -> bool:

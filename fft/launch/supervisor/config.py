@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.copies import HeldCopies
+from fft.checkpoints.plan import Checkpointing, MemoryPlan, memory_interval
 from fft.errors import ConfigError
 from fft.launch.exit_status import ExitStatus
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
+
+SOON = 20
+"""Number of steps after a resume within which an end makes the state suspect that it began with."""
 
 
 class SupervisorError(ConfigError):
@@ -36,6 +40,8 @@ class HostOptions:
     """Number of the first group on this host; other hosts have other numbers."""
     all_groups: int | None = None
     """Number of groups on all hosts; by default ``first_group + groups``."""
+    ranks_per_host: int | None = None
+    """Number of ranks of a group on one host, or None for all of them."""
     host_limit: float = HOST_LIMIT_S
     """Maximum silence of this host after which the other hosts continue without it."""
     take_over: bool = False
@@ -89,8 +95,14 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
     diagnose_after: int = AFTER
     checkpoint: Checkpointing | None = None
     """Settings of durable checkpoints; None leaves them to the script."""
+    memory: str = "off"
+    """Copies of the state in memory: ``auto``, ``off``, or the number of steps between two."""
+    copies: MemoryPlan | None = None
+    """Where and when these copies are made; None if there are none."""
+    resume: bool = False
+    """Begin with the newest state, of a checkpoint or a copy in memory."""
     auto_resume: bool = True
-    """Resume from the newest checkpoint when the job has lost its state."""
+    """Resume from the newest state when the job has lost its own."""
     resume_step: int | None = None
     """Step of the checkpoint that the job begins with, or None to begin without one."""
     tee: str = "first"
@@ -123,11 +135,13 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
         if not self.script or not Path(self.script[0]).is_file():
             named = self.script[0] if self.script else ""
             raise SupervisorError(f"no script at {named!r}; give the path of a Python file")
-        is_complete = joins and self.spares >= self.ranks > 0 and self.all_groups
+        self._check_parts(joins)
+        is_complete = joins and self.spares >= self.local_ranks > 0 and self.all_groups
         if self.groups == 0 and not is_complete:
             raise SupervisorError(
                 "--groups 0 is a host of spares only: give --join, --all-groups, and at least as "
-                f"many --spares as a group has ranks ({self.ranks}); found {self.spares}"
+                f"many --spares as a group has ranks on a host ({self.local_ranks}); found "
+                f"{self.spares}"
             )
         if self.groups and not 1 <= self.min_groups <= self.groups:
             raise SupervisorError(
@@ -153,10 +167,45 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
                 f"--evict-stragglers {self.evict_stragglers:g}: expected more than 1, the "
                 "factor by which a rank is slower than the median rank"
             )
+        if self.memory != "off":
+            memory_interval(self.memory)
         if self.reform_window is not None and not 0 <= self.reform_window < math.inf:
             raise SupervisorError(
                 f"--reform-window {self.reform_window:g}: expected a number of seconds, at least 0"
             )
+
+    def _check_parts(self, joins: bool) -> None:
+        given = self.ranks_per_host
+        if given is None:
+            return
+        if given < 1 or self.ranks % given:
+            raise SupervisorError(
+                f"--ranks-per-host {given}: expected a divisor of --ranks {self.ranks}, so that "
+                "all hosts of a group have the same number of its ranks"
+            )
+        if self.parts > 1 and (not joins or self.take_over):
+            unfit = "--take-over" if joins else "a job without --join"
+            raise SupervisorError(
+                f"--ranks-per-host {given}: a group on {self.parts} hosts is not possible with "
+                f"{unfit}; serve the bus by `fft serve`, give --join on each host, and leave out "
+                "--take-over"
+            )
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks of a group on one host."""
+        return self.ranks_per_host or self.ranks
+
+    @property
+    def parts(self) -> int:
+        """Number of hosts of each group."""
+        return self.ranks // self.local_ranks
+
+    @property
+    def parts_in_all(self) -> int:
+        """Number of parts of all groups of the job; equal to that of the groups here if this host
+        has the whole job."""
+        return self.groups_in_all * self.parts
 
     @property
     def groups_in_all(self) -> int:
@@ -178,10 +227,33 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
             found["TORCHINDUCTOR_CACHE_DIR"] = str(self.compiled)
         if self.checkpoint is not None:
             found |= self.checkpoint.to_env(self.resume_step)
+        if self.copies is not None:
+            found |= self.copies.to_env()
         return found
 
     @property
     def can_resume(self) -> bool:
-        """Whether a job that has lost its state resumes from a checkpoint; only on one host."""
-        is_whole = self.groups_in_all == self.groups
-        return self.checkpoint is not None and self.auto_resume and is_whole
+        """Whether a job that has lost its state resumes from another one; only on one host."""
+        if not self.auto_resume or self.parts_in_all != self.groups:
+            return False
+        return self.checkpoint is not None or self.has_copies
+
+    @property
+    def source(self) -> str:
+        """Where the state of `resume_step` is, for messages."""
+        if self.copies is not None and self.copies.resume is not None:
+            return f"in memory ({self.copies.place})"
+        return "" if self.checkpoint is None else f"at {self.checkpoint.place}"
+
+    def is_soon(self, step: int) -> bool:
+        """Return whether a job at ``step`` began a few steps before with a saved state.
+
+        Its end may then be the fault of that state.
+        """
+        begun_at = self.resume_step
+        return self.can_resume and begun_at is not None and step <= begun_at + SOON
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is a copy of the state in memory."""
+        return self.copies is not None and bool(HeldCopies(self.copies.place).steps())

@@ -21,6 +21,8 @@ from fft.trace.blame import Rollback
 
 logger = logging.getLogger(__name__)
 
+EVICTED_BY = "the supervisor"
+"""Sender of the evictions of ranks that a diagnosis, or their speed, has shown to be at fault."""
 AFTER = 4
 """Rollbacks in a row after which a diagnosis starts. From this number on attempts are separated by
 pauses. By default a rank whose step function fails with differing errors gives up at the fifth."""
@@ -90,7 +92,7 @@ class Diagnoser:
         step = run[-1].step
         logger.warning("%d rollbacks in a row at step %d: looking for the culprit", len(run), step)
         try:
-            with JobClient(self._url, token=self._token, me="the supervisor") as self._desk:
+            with JobClient(self._url, token=self._token, me=EVICTED_BY) as self._desk:
                 report = diagnose(self._desk, run)
                 self._write(step, report)  # in case the eviction fails or ends the job
                 try:

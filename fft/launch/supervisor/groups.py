@@ -15,9 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from fft.bus.addresses import joined
 from fft.errors import FftError
 from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.claims import Loss
+from fft.launch.supervisor.spanning import GroupStart, part_name
 from fft.messages.commands import Evict
 from fft.trace.tail import JobView
 from fft.util.error_places import Place
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
+_CHAIN = 3
+"""Restarts in a row, of any cause, for each restart that is permitted after an error."""
+
 _ADDRESS_OF_RANK_0 = "manager_addr"
 """torchft's key (``torchft.manager.MANAGER_ADDR_KEY``) in the store of a group."""
 
@@ -34,40 +39,80 @@ _SUPERVISORS = frozenset(
     {
         *("FFT_FAULTS", "FFT_INJECT", "FFT_SUPERVISOR_FD", "FFT_ERROR_FD"),
         *("FFT_TOKEN", "FFT_TOKEN_FILE", "FFT_SUCCESSOR", "FFT_ROLE_FD", "FFT_TEE"),
+        "FFT_GROUP_STORE",
     }
 )
 """Environment variables that only the supervisor sets; children never inherit them."""
 
 
-class Pauses:
-    """The growing pauses before restarts: 0 s at first, at most 30 s."""
+class Restarts:
+    """Restarts in a row without progress: how many, by cause, and the pauses before them.
+
+    The pauses grow from 0 s to at most 30 s.
+    """
 
     def __init__(self) -> None:
-        self.restarts = 0
+        self.in_a_row = 0
+        self._errors = 0
 
-    def next(self) -> float:
+    def next(self, is_error: bool = True) -> float:
         """Count a restart and return the pause before it, in seconds."""
-        self.restarts += 1
-        return _PAUSES[min(self.restarts, len(_PAUSES)) - 1]
+        self.in_a_row += 1
+        self._errors += is_error
+        return _PAUSES[min(self.in_a_row, len(_PAUSES)) - 1]
+
+    def are_used_up(self, limit: int, is_error: bool = True) -> bool:
+        """Return whether no further restart is due.
+
+        Args:
+            limit: Number of restarts after errors. Preemptions and losses of peers or hosts do not
+                use it up; a chain with these may be three times as long.
+            is_error: The cause of the next restart is an error.
+        """
+        is_long = self.in_a_row >= _CHAIN * max(limit, 1)
+        return is_long or (is_error and self._errors >= limit)
 
     def progressed(self) -> None:
-        """Reset the pauses, because the group has committed a step."""
-        self.restarts = 0
+        """Begin anew, because there was progress."""
+        self.in_a_row = self._errors = 0
 
 
 class Group:
     """A replica group, which is either running, due for a restart, or ended."""
 
-    def __init__(self, name: str, ranks: int, is_adopted: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        world: int,
+        local: int | None = None,
+        part: int = 0,
+        is_adopted: bool = False,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            world: Number of ranks of the group on all hosts.
+            local: Number of its ranks on one host; None for all of them.
+            part: The part of the group that this host has.
+        """
         self.name = name
         self.is_adopted = is_adopted
         """Taken over from a supervisor that was lost."""
-        self.ranks = ranks
+        self.world, self.local = world, local or world
+        self.part = part
+        self.begun = GroupStart(0)
+        """The present start of the group. Supervisors of all its parts agree on it."""
+        self.is_superseded = False
+        """Its processes are being ended, because other hosts have begun a new start."""
+        self.is_successor = False
+        """All processes here were started in the place of lost ones, while others lived."""
         self.starts = 0
         self.children: list[Child] = []
         self.lost: list[Child] = []
         """Processes that were replaced in this start."""
-        self.pauses = Pauses()
+        self.restarts = Restarts()
+        self.stuck_at: tuple[int, int] | None = None
+        """Progress of the job when its last restart was used up."""
         self.restart_at: float | None = None
         """Time of the next start on the monotonic clock, in seconds."""
         self.return_at_step: int | None = None
@@ -91,6 +136,21 @@ class Group:
         """Seconds from the latest start until all ranks had begun their first txn."""
         self._store: Any = None
         self._place: dict[str, str] = {}
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the group that this host has."""
+        return range(self.part * self.local, (self.part + 1) * self.local)
+
+    @property
+    def spans(self) -> bool:
+        """Whether other hosts have ranks of the group as well."""
+        return self.world > self.local
+
+    @property
+    def claim(self) -> str:
+        """Name under which this host has claimed its part of the group."""
+        return part_name(self.name, self.part)
 
     @property
     def living(self) -> list[Child]:
@@ -128,13 +188,19 @@ class Group:
         left = {rank for rank, seen in ranks.items() if seen.role == "terminal"}
         return [c for c in self.living if c.pid not in inside and c.rank not in left]
 
-    def has_left(self, view: JobView) -> bool:
-        """Return whether one of its ranks has left the job in good order since the last start."""
-        return any(rank.has_left for rank in view.since(self.name, self.known_incs).values())
+    @property
+    def has_left(self) -> bool:
+        """Whether one of its ranks has left the job in good order since the last start."""
+        return any(child.exit.has_left for child in self.children)
+
+    @property
+    def ended_by_error(self) -> bool:
+        """Whether a preemption or a loss elsewhere does not explain its end."""
+        return not any(child.exit.is_preempted or child.exit.lost_peers for child in self.children)
 
     def start_later(self) -> None:
         """Schedule a restart after a pause, and log it if an error has ended the group."""
-        self.restart_at = time.monotonic() + self.pauses.next()
+        self.restart_at = time.monotonic() + self.restarts.next(self.ended_by_error)
         if self.error_place is not None:
             logger.warning("group %s is started again", self.name)
 
@@ -170,10 +236,22 @@ class Group:
             return f"away until step {self.return_at_step}"
         return "given up" if self.given_up else ("finished" if self.finished else "down")
 
+    def serve(self, address: str) -> str:
+        """Serve a store for the group on ``address`` and return its ``host:port``.
+
+        Raises BusError.
+        """
+        from fft.bus.tcpserver import (
+            host_store,  # here, so that a bad plan is refused without torch
+        )
+
+        self._store, port = host_store(address)
+        return joined(address, port)
+
     def start(
-        self, make: Callable[[int, Path], Child], logs: Path, groups: int, address: str
+        self, make: Callable[[int, Path], Child], logs: Path, groups: int, begun: GroupStart
     ) -> list[Child]:
-        """Start all ranks and their store.
+        """Start all ranks that this host has.
 
         If one of them cannot be started, the others are ended.
 
@@ -181,39 +259,35 @@ class Group:
             make: Starts the process of a rank with the given log.
             logs: Folder for the logs.
             groups: Number of groups of the job.
-            address: Address that the store listens on.
+            begun: The start of the group, with its store.
 
         Raises:
-            OSError: A process or the store cannot be started.
-            BusError: The store cannot be started.
+            OSError: A process cannot be started.
         """
-        from fft.bus.tcpserver import (
-            host_store,  # here, so that a bad plan is refused without torch
-        )
-
         self.restart_at = self.return_at_step = None
         self.evicted = False
         self.starts += 1
         self.started_at, self.took = time.monotonic(), None
-        self._store, port = host_store(address)
         self.children, self.lost, self.replaced = [], [], {}
+        self.begun = begun
         self._place = {
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "GROUP_RANK": "0",  # as torchrun numbers hosts: all ranks of a group are on one
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.local),
+            # as torchrun numbers the hosts of a job: all ranks of a group are one job for torch
+            "GROUP_RANK": str(self.part),
+            "NODE_RANK": str(self.part),
+            "GROUP_WORLD_SIZE": str(self.world // self.local),
             "TORCHELASTIC_RUN_ID": f"fft-{self.name}",
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
             # the supervisor serves the store, so init_process_group() must not serve another
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "REPLICA_GROUP_ID": self.name,
             "FFT_GROUP": self.name,  # the name in messages between supervisor and participants
             "NUM_REPLICA_GROUPS": str(groups),
-            "FFT_START": str(self.starts),
+            "FFT_START": str(begun.number),
         }
         with ExitStack() as undo:
             undo.callback(self._undo_start)
-            for rank in range(self.ranks):
+            for rank in self.ranks:
                 log = claimed(logs / f"g{self.name}r{rank}-{self.starts}.log")
                 self.children.append(self._own(make(rank, log), rank, log))
             undo.pop_all()
@@ -221,7 +295,12 @@ class Group:
 
     def place(self, rank: int) -> dict[str, str]:
         """Return the environment variables of a rank of the present start."""
-        return {**self._place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        host, _, port = self.begun.home.rpartition(":")
+        where = {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+        if self.spans:
+            where["FFT_GROUP_STORE"] = self.begun.store
+        local = rank - self.ranks.start
+        return {**self._place, **where, "RANK": str(rank), "LOCAL_RANK": str(local)}
 
     def replace(self, lost: Child, inc: int, logs: Path, start: Callable[[Path], Child]) -> Child:
         """Start a process in the place of a lost rank.

@@ -1,9 +1,7 @@
-"""The judgement of the deaths of processes: mistakes, recurring deaths, the verdict on the job.
+"""The supervisor's findings on a job, and the deaths of its processes.
 
-This module reads the logs of processes. `Mistakes` is pure: it distinguishes mistakes in the script
-from faults of a machine by the errors of processes. A mistake recurs wherever the script runs. So
-the failure of one group proves nothing once others have committed steps with the same script.
-Transient errors (a connection, a device) are left to restarts.
+`Judgement` collects the facts that `fft.launch.verdict` judges. `Deaths` reports deaths at once,
+and detects ranks that end too early, never begin, or die at the same step again.
 """
 
 from __future__ import annotations
@@ -11,43 +9,30 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from fft.errors import (
-    FftError,
-    GradientLayoutMismatch,
-    GradientMissing,
-    NoState,
-    NotEnoughGroups,
-    OtherSettings,
-    RestartRefused,
-    ResultRefused,
-    StateMismatch,
-    UnequalData,
-    UnfitCheckpoint,
-)
 from fft.launch.exit_status import ExitStatus
-from fft.launch.supervisor.children import MISMATCH, Child, cause_of
-from fft.launch.supervisor.config import RunConfig
+from fft.launch.supervisor.children import MISMATCH, Child
 from fft.launch.supervisor.groups import Group
+from fft.launch.verdict import (
+    NO_TRANSACTIONS,
+    Fate,
+    GroupEnd,
+    JobEnd,
+    Mistake,
+    cause_of,
+    is_the_scripts,
+    verdict,
+)
+from fft.messages.causes import LeaveReason
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
-from fft.trace.ends import Taint, about_no_state
-from fft.trace.inputs import TRANSACTIONS
+from fft.trace.ends import Taint
 from fft.trace.tail import JobView, RankView
-from fft.util.error_places import Place
 
 logger = logging.getLogger(__name__)
-
-
-NO_TRANSACTIONS = (
-    "the groups train alone, without each other and without fault tolerance: use "
-    "fft.ManagerFFT with `for txn in manager.transactions(loader)` or in a torchft loop, or the "
-    "class of fft.integrations for Lightning, Hugging Face or torchtitan (see their guides); to "
-    "train one process group without FFT use torchrun"
-)
 
 
 @dataclass(frozen=True)
@@ -70,10 +55,17 @@ class JobOutcome:
     """Traces have gaps, and the number of committed steps could not be read from the bus."""
     errors: frozenset[tuple[str, str]] = frozenset()
     """Errors of the script that ended groups."""
+    ended_by_error: bool = True
+    """Preemptions and losses of other hosts do not explain the end of its groups."""
     deaths: frozenset[tuple[str, str]] = frozenset()
     """Step and cause of the deaths that lost the state."""
     status: ExitStatus | None = None
     """The exit status, or None to derive COMPLETE or FAILED from ``ok``."""
+
+    @property
+    def ends(self) -> frozenset[tuple[str, str]]:
+        """Errors and deaths that may recur with the same state; SIGKILL comes from outside."""
+        return self.errors | {death for death in self.deaths if "SIGKILL" not in death[1]}
 
     @property
     def exit_status(self) -> ExitStatus:
@@ -83,35 +75,14 @@ class JobOutcome:
         return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED
 
 
-@dataclass
-class Judgement:
+@dataclass(kw_only=True)
+class Judgement(JobEnd):
     """Collects the supervisor's findings, and derives the outcome at the end."""
 
-    groups: Collection[Group]
+    here: Collection[Group]
     plan: FaultPlan
-    has_services: bool
-    """Whether the services of the job are hosted here."""
-    problems: list[str] = field(default_factory=list)
-    """Reasons why the job failed."""
-    remarks: list[str] = field(default_factory=list)
-    """Lines that are not problems."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Errors whose traceback has been reported."""
-    given_up: list[str] = field(default_factory=list)
-    """Problems that cost the job one group, and do not fail the job."""
-    is_plan_through: bool = False
-    """The supervisor has drained the job, because its fault plan is finished."""
-    asked_to_end: bool = False
-    """The supervisor has received a signal that drains the job."""
-    bus_is_lost: bool = False
-    """A bus outage has ended this part of the job."""
-    hopeless: bool = False
-    """The script itself is wrong, so the ends of its groups are not reported."""
-
-    @property
-    def what_ended(self) -> str:
-        """Name for what ends with the processes here; other hosts may have more of the job."""
-        return "the job" if self.has_services else "this part of the job"
 
     def shown_mistake(self, group: Group, mistake: Mistake) -> str:
         """Describe the mistake that ended ``group``, with its traceback.
@@ -132,417 +103,90 @@ class Judgement:
             "started again; begin a new job from a checkpoint"
         )
 
-    def note_interrupt(self, view: JobView, groups_in_all: int) -> None:
+    def note_interrupt(self, view: JobView, parts_in_all: int) -> None:
         """Record that the job was asked to end.
 
         It is a problem if no group has the state that the job had committed: the groups then leave
         in good order, but without that state. Groups on other hosts may have it.
         """
         self.asked_to_end = True
-        if groups_in_all > len(self.groups):
+        if parts_in_all > len(self.here):
             return
-        going = (g for g in self.groups if view.committed_since(g.name, g.known_incs))
-        has_running = not any(g.finished for g in self.groups)
+        going = (g for g in self.here if view.committed_since(g.name, g.known_incs))
+        has_running = not any(g.finished for g in self.here)
         if view.committed and has_running and not any(going):  # a spare has no group
             self.problems.append(
                 "when it was interrupted, all groups had been started again since step "
                 f"{view.step} was committed, and none had committed since"
             )
 
-    def have_all_finished(self, view: JobView, groups_in_all: int) -> bool:
+    def have_all_finished(self, view: JobView, parts_in_all: int) -> bool:
         """Return whether all groups that had the state have ended well.
 
         A loop of torchft ends like this, because it has no last commit. A group that is being
         restarted would then find no peer.
         """
-        done = [group for group in self.groups if group.finished and not group.evicted]
-        rest = [group for group in self.groups if not group.finished]
+        done = [group for group in self.here if group.finished and not group.evicted]
+        rest = [group for group in self.here if not group.finished]
         return (
-            groups_in_all == len(self.groups)
+            parts_in_all == len(self.here)
             and view.committed
             and any(rank.step == view.step for group in done for rank in view.of(group.name))
             and not any(group.return_at_step is not None for group in done)
             and not any(view.joined_since(group.name, group.known_incs) for group in rest)
         )
 
-    def outcome(
-        self,
-        view: JobView,
-        is_over: bool,
-        unfinished: str | None,
-        others: ExitStatus | None = None,
-    ) -> JobOutcome:
-        """Judge the job, all of whose processes have ended.
-
-        Args:
-            is_over: All groups have left with one commit.
-            unfinished: The reason why the fault plan is not finished, or None.
-            others: How the groups of other hosts ended, if the job is over and no group here was
-                in it at its end.
-        """
-        lines, excused, remarks = self._ends(view, is_over, others)
-        words = [child.error_place for group in self.groups for child in group.children]
-        was_needed = any(w is not None and w.is_a(NotEnoughGroups) for w in words)
-        early = [_left_early(group, view, was_needed) for group in self.groups]
-        early += [_shard_was_short(group, view) for group in self.groups if was_needed]
-        if not lines and unfinished:
-            lines = [f"the fault plan was not finished: {unfinished}"]
-        if others is ExitStatus.FAILED:
-            lines.append("no group here was in the job at its end, and those of other hosts failed")
-        if idle := self._no_transactions(view):
-            lines = [idle, *lines]
-        remarks += (_untrained(group) for group in self._with_unfinished_shards(view))
-        if self.asked_to_end and view.committed:
-            remarks.append(f"{self.what_ended} was asked to end, and left after step {view.step}")
-        elif self.asked_to_end and not (lines or remarks):
-            remarks.append(f"{self.what_ended} was asked to end before it had committed a step")
-        if others is ExitStatus.DRAINED:
-            remarks.append("the job was drained before its end while no group here was in it")
-        if any(each is not None and each.is_a(NoState) for each in words):
-            remarks.append(f"NoState: {about_no_state(view.step if view.committed else None)}")
+    def outcome(self, view: JobView) -> JobOutcome:
+        """Judge the job, all of whose processes have ended."""
+        by_exit = {id(child.exit): child for group in self.here for child in group.children}
+        self.groups = tuple(self._end_of(group, view) for group in self.here)
+        self.no_progress |= any(group.stuck_at == view.progress for group in self.here)
+        self.step, self.committed = view.step, view.committed
+        self.reached = {number: view.reached(number) for _, number in view.ranks}
+        self.has_plan, self.is_idle = bool(self.plan.faults), self._has_trained_alone(view)
+        found = verdict(self, lambda x: by_exit[id(x)].verdict(self.shown))
+        lines = found.lines
         if unfired := [f for f in view.unfired(self.plan) if self._is_ours(f)]:
             names = "; ".join(map(in_words, unfired))
-            remarks.append(f"faults that did not fire, so this run does not test them: {names}")
+            lines = (*lines, f"faults that did not fire, so this run does not test them: {names}")
+        errors = (child.error_place for group in self.here for child in group.children)
         return JobOutcome(
-            not lines,
-            (*filter(None, early), *lines, *remarks),  # the cause comes first
+            found.ok,
+            lines,
             taint=view.comparisons.taint,
             step=view.reached(0),
             failed=view.checkpoints.last_failure,
             is_stale=view.is_stale,
-            errors=frozenset(w.signature for w in words if w is not None and is_the_scripts(w)),
-            status=self._status(view, [line for line in lines if line not in excused], others),
+            errors=frozenset(e.signature for e in errors if e is not None and is_the_scripts(e)),
+            ended_by_error=any(group.ended_by_error for group in self.here),
+            status=found.status,
         )
 
-    def _status(
-        self, view: JobView, problems: Sequence[str], others: ExitStatus | None
-    ) -> ExitStatus | None:
-        """Return the exit status, or None if it depends only on whether there are problems.
+    def _has_trained_alone(self, view: JobView) -> bool:
+        """Return whether the ranks have trained without FFT."""
+        exits = [c.exit for group in self.here for c in group.children]
+        joined = any(x.took_part or x.reason or x.error for x in exits)
+        joined |= any(group.name == name for group in self.here for name, _ in view.ranks)
+        trained = any(c.loaded_torch for group in self.here for c in group.children)
+        return trained and not (joined or view.gaps or self.asked_to_end)
 
-        Args:
-            problems: Problems, without those that only cost the job one of its groups.
-            others: As for `outcome`.
-        """
-        ended = [group for group in self.groups if group.finished]
-        at_end = [group for group in ended if _is_at_end(group, view)]
-        if self.bus_is_lost:
-            return ExitStatus.FEWER_GROUPS if at_end else ExitStatus.BUS_LOST
-        if problems or self.is_plan_through:
-            return None
-        if others is not None:
-            return others
-        if (self.asked_to_end and not at_end) or _were_stopped(ended, view):
-            return ExitStatus.DRAINED
-        drained = [group for group in ended if group not in at_end and _was_asked(group, view)]
-        if ended and len(drained) == len(ended):
-            return ExitStatus.DRAINED
-        lost = [group for group in self.groups if group.given_up or _is_evicted(group)]
-        lost += self._with_unfinished_shards(view)
-        if ended and (lost or (drained and not self.plan.faults)):
-            return ExitStatus.FEWER_GROUPS
-        return None
-
-    def _with_unfinished_shards(self, view: JobView) -> list[Group]:
-        """Return the groups that were away when the others had trained all of their data.
-
-        Each has a shard of the data, of which the rest was not trained.
-        """
-        if self.asked_to_end or not any(_is_at_end(group, view) for group in self.groups):
-            return []
-        return [
-            group
-            for group in self.groups
-            if not group.finished
-            and any(rank.has_shard for rank in view.of(group.name))
-            and not (_is_at_end(group, view) or _was_asked(group, view))
-        ]
-
-    def _no_transactions(self, view: JobView) -> str | None:
-        """Describe a job whose ranks have trained without FFT; None for any other job."""
-        names = {group.name for group in self.groups}
-        joined = any(name in names for name, _ in view.ranks)
-        trained = any(c.loaded_torch for group in self.groups for c in group.children)
-        if joined or view.gaps or self.asked_to_end or not trained:
-            return None
-        return f"no rank began a transaction, so {NO_TRANSACTIONS}"
-
-    def _took_part(self, group: Group, view: JobView) -> bool:
-        """Return whether the group has committed, or another group here has finished."""
-        committed = any(rank.commits for rank in view.of(group.name))
-        return committed or any(other.finished for other in self.groups)
-
-    def _ends(
-        self, view: JobView, is_over: bool, others: ExitStatus | None
-    ) -> tuple[list[str], set[str], list[str]]:
-        """Collect problems and remarks, including those that follow from how processes ended.
-
-        Returns:
-            The problems; those of them that concern only groups that were given up; the remarks.
-        """
-        lines, remarks = list(self.problems), list[str]()
-        excused = set(self.given_up)
-        # not started again while the job is to end, and the others have left with the state
-        going = any(g.finished and not g.evicted for g in self.groups)
-        for group in self.groups:
-            if group.evicted or self.hopeless:  # ended on request, or reported already
-                continue
-            failed = [child for child in group.children if child.has_failed]
-            # a process that died by itself explains more than one that was killed with it
-            failed.sort(key=lambda child: (child.code == -signal.SIGKILL, child.rank))
-            for child in failed[:1]:
-                # a scheduler may have sent SIGTERM to all processes of the SLURM job step
-                was_asked = child.ended_as_asked or (
-                    self.asked_to_end and child.code == -signal.SIGTERM
-                )
-                if was_asked and not _has_joined(group, child.rank, view):
-                    self.remarks.append(f"group {group.name} was asked to end while it started")
-                elif was_asked and _had_left(group, child.rank, view):
-                    self.remarks.append(
-                        f"group {group.name} had left, and SIGTERM ended its process at its exit"
-                    )
-                elif child.came_too_late and group.why_not_back in self.remarks:
-                    continue  # reported already
-                elif child.came_too_late and self._took_part(group, view):
-                    remarks.append(f"group {group.name} came back when the job was over")
-                elif self.asked_to_end and child.code == -signal.SIGKILL and going:
-                    remarks.append(_killed_at_end(child))
-                elif not is_over or child.failed_by_itself:
-                    lines.append(child.verdict(self.shown))
-                    excused |= {lines[-1]} if group.given_up else set()
-                else:
-                    remarks.append(_cut_short(child))
-        has_finished = others is not None or any(group.finished for group in self.groups)
-        if remarks and self.has_services and not has_finished:
-            lines.append("no group ended by itself after the last step")
-        return lines, excused, [*self.remarks, *remarks]
+    def _end_of(self, group: Group, view: JobView) -> GroupEnd:
+        fate: Fate = "given up" if group.given_up else ""
+        if group.evicted:
+            fate = "evicted" if group.loss is None else "taken over"
+        return GroupEnd(
+            group.name,
+            tuple(child.exit for child in group.children),
+            fate,
+            has_committed=any(rank.commits for rank in view.of(group.name)),
+            is_told=group.why_not_back in self.remarks,
+        )
 
     def _is_ours(self, fault: AnyFault) -> bool:
         """Return whether the fault happens on this host, whose traces then contain it."""
         if isinstance(fault, Fault):
-            return fault.group in {group.name for group in self.groups}
+            return fault.group in {group.name for group in self.here}
         return self.has_services
-
-
-def _has_joined(group: Group, rank: int, view: JobView) -> bool:
-    """Return whether the group has joined the job since its start.
-
-    For a rank that was replaced, return whether the successor has joined.
-    """
-    if rank not in group.replaced:
-        return view.joined_since(group.name, group.known_incs)
-    now = view.since(group.name, group.incs_before).get(rank)
-    return now is not None and now.role != "joining"
-
-
-def _had_left(group: Group, rank: int, view: JobView) -> bool:
-    """Return whether the rank had left the job in good order before its process ended."""
-    seen = view.since(group.name, group.known_incs).get(rank)
-    return seen is not None and seen.has_left
-
-
-def _left_early(group: Group, view: JobView, was_needed: bool) -> str | None:
-    """Describe ranks of the group that ended without error or request in the middle of the job.
-
-    Args:
-        was_needed: Other ranks have ended because there were too few groups.
-
-    Returns:
-        The description, or None if there are no such ranks or traces have gaps.
-    """
-    seen = view.since(group.name, group.known_incs)
-    steps = {rank: seen[rank].step for rank in seen if not seen[rank].leaves}
-    ended = [c for c in group.children if c.code == 0 and c.rank in steps]
-    early = [c for c in ended if was_needed or steps[c.rank] < view.reached(c.rank)]
-    gaps = (view.gaps.get((group.name, rank)) == seen[rank].inc for rank in seen)
-    if group.evicted or not early or any(gaps):  # a trace with a gap may lack the leave
-        return None
-    ranks = ", ".join(str(child.rank) for child in early)
-    logs = ", ".join(str(child.log) for child in early)
-    others = f"went on to step {view.reached(early[0].rank)}"
-    return (
-        f"group {group.name} rank {ranks} ended with exit status 0 after step "
-        f"{min(steps[child.rank] for child in early)}, unasked, and the others "
-        f"{'could not go on without it' if was_needed else others}; the ranks of a group come and "
-        "go together, and groups leave together by manager.drain(). Does the script call "
-        f"sys.exit(), or leave its loop? its log: {logs}"
-    )
-
-
-def _shard_was_short(group: Group, view: JobView) -> str | None:
-    """Describe a group that left at the end of its shard while the others needed it, or None."""
-    ranks = view.of(group.name)
-    if not group.finished or not any(rank.at_end and rank.has_shard for rank in ranks):
-        return None
-    return (
-        f"group {group.name} left after step {max(rank.step for rank in ranks)}, because its shard "
-        "of the data was trained to its end, and the others could not go on without it: divide "
-        "the data into equal shards, or let the job go on with fewer groups (min_replica_size)"
-    )
-
-
-def _untrained(group: Group) -> str:
-    return (
-        f"group {group.name} was away when the shards of the others ended, so the rest of its "
-        "shard was not trained: resume from a checkpoint with all groups, or set min_replica_size "
-        "to the number of groups"
-    )
-
-
-def _was_asked(group: Group, view: JobView) -> bool:
-    """Return whether the group was drained: by an operator, a signal or a notice."""
-    return any(rank.asked for rank in view.of(group.name))
-
-
-def _were_stopped(ended: Sequence[Group], view: JobView) -> bool:
-    """Return whether all groups left with `manager.stop` because one of them was asked to leave."""
-    ranks = [rank for group in ended for rank in view.of(group.name) if rank.role == "terminal"]
-    stopped = ranks and all(rank.skips for rank in ranks) and len({r.step for r in ranks}) == 1
-    return bool(stopped) and any(
-        _was_asked(group, view) and not _is_at_end(group, view) for group in ended
-    )
-
-
-def _is_at_end(group: Group, view: JobView) -> bool:
-    """Return whether the group left with its last step.
-
-    One rank is enough: the ranks of later stages follow the first stage to its end.
-    """
-    return any(rank.at_end for rank in view.of(group.name))
-
-
-def _is_evicted(group: Group) -> bool:
-    """Return whether the group was evicted for good, rather than taken over."""
-    return group.evicted and group.loss is None
-
-
-def _killed_at_end(child: Child) -> str:
-    return f"group {child.group} ended with {cause_of(child.code)} as the job was to end"
-
-
-def _cut_short(child: Child) -> str:
-    how = f"group {child.group} ended with {cause_of(child.code)}"
-    return f"the job was over; {how}, and was no longer needed"
-
-
-# --- mistakes ---
-
-_UNLIKE = {
-    GradientLayoutMismatch: "all groups must train the same model",
-    OtherSettings: "all groups must be set up alike",
-}
-_UNFIT = (UnfitCheckpoint, StateMismatch)
-"""Classes of errors that recur in every group that begins with this checkpoint."""
-_NEVER_LOADED = (SyntaxError, ImportError)
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake in the script: whether it ends the job or one group, the reason and the place."""
-
-    ends: Literal["job", "group"]
-    reason: str
-    place: Place
-
-    def is_for_good(self, config: RunConfig) -> bool:
-        """Return whether the job must end even if it could resume from a checkpoint.
-
-        A job of one group may resume, because no other group has shown that the error recurs.
-        """
-        alone = config.can_resume and config.groups_in_all == 1
-        return self.ends == "job" and is_the_scripts(self.place) and not alone
-
-
-def is_the_scripts(error: Place | None) -> bool:
-    """Return whether the error comes from the script, rather than from FFT, machine or network.
-
-    An item that repeatedly failed to load and unequal data come from the script's data. A refused
-    result comes from data, model or policy, and a missing gradient from the step function.
-    """
-    if error is None:
-        return False
-    if error.item or any(map(error.is_a, (UnequalData, ResultRefused, GradientMissing))):
-        return True
-    return not error.may_pass and not error.is_a(FftError)
-
-
-class Mistakes:
-    """Judges the ends of groups. Keeps each group's last error until it commits a step."""
-
-    def __init__(self, groups: Sequence[str], groups_in_all: int) -> None:
-        """Store the names of this host's groups and the number of groups of the whole job."""
-        self._groups = groups
-        self._all = groups_in_all
-        self._errors: dict[str, Place] = {}
-
-    def progressed(self, group: str) -> None:
-        """Forget the group's last error, because it has committed a step."""
-        self._errors.pop(group, None)
-
-    def ended(self, group: str, error: Place | None, job_committed: bool) -> Mistake | None:
-        """Judge the end of ``group``.
-
-        Args:
-            error: The error that ended it, or None if it raised none.
-            job_committed: Any group has committed a step.
-
-        Returns:
-            The mistake, or None if a restart may help.
-        """
-        before = self._errors.pop(group, None)
-        if error is not None and error.is_a(UnequalData):
-            return Mistake("job", "all ranks must draw the same data", error)
-        if error is not None and error.is_a(RestartRefused):
-            return Mistake("job", "the function is not called again", error)
-        if error is not None and error.is_a(ResultRefused):
-            return Mistake("job", "no rank may commit a result that one has refused", error)
-        if error is not None and error.is_a(GradientMissing):
-            return Mistake("job", "all ranks must contribute to the same parameters", error)
-        if error is not None and error.item:
-            return self._unreadable(group, error, before)
-        if error is not None and job_committed and error.is_a(NotEnoughGroups):
-            return Mistake("group", "the others have left, or have not come back in time", error)
-        if error is None or error.may_pass or (job_committed and error.is_a(SystemExit)):
-            return None
-        self._errors[group] = error
-        again = before is not None and before.signature == error.signature
-        alike = {g for g, e in self._errors.items() if e.signature == error.signature}
-        for kind, reason in _UNLIKE.items():
-            if error.is_a(kind):
-                return Mistake("group" if job_committed else "job", reason, error)
-        if not job_committed:
-            why = self._before_the_first_commit(error, again, len(alike))
-            return None if why is None else Mistake("job", why, error)
-        if self._all == 1:
-            return Mistake("job", "no other group has the state to continue with", error)
-        if len(alike) > 1:
-            reason = f"groups {', '.join(sorted(alike))} failed in the same place"
-            return Mistake("job", reason, error)
-        if again:
-            reason = f"group {group} failed in the same place again"
-            return Mistake("group", reason, error)
-        return None
-
-    def _unreadable(self, group: str, error: Place, before: Place | None) -> Mistake | None:
-        """Judge an item that a rank could not load in several attempts.
-
-        The item is due until it is consumed. A transient error gets one restart, because another
-        process or connection may help.
-        """
-        if error.may_pass and not (before is not None and before.item == error.item):
-            self._errors[group] = error
-            return None
-        return Mistake("job", f"{error.item} of the data cannot be loaded", error)
-
-    def _before_the_first_commit(self, error: Place, again: bool, alike: int) -> str | None:
-        if again:
-            return "after a restart it failed in the same place, and no step was committed"
-        if any(map(error.is_a, _NEVER_LOADED)):
-            return "it cannot be loaded"
-        if any(map(error.is_a, _UNFIT)):
-            return "all groups begin with the same state"
-        if alike == len(self._groups) == self._all:
-            return "no group reached its first step"
-        return None
 
 
 # --- deaths ---
@@ -598,36 +242,30 @@ class Deaths:
         self._look_at: float | None = time.monotonic()
         self._loaded_at: float | None = None
 
-    def is_early(self, child: Child, groups: Mapping[str, Group], view: JobView) -> bool:
+    def is_early(self, child: Child, groups: Mapping[str, Group]) -> bool:
         """Return whether a child that ended with exit status 0 was in the middle of the job.
 
         It was if it took part and left neither with a commit nor by `shutdown()`. Whether a child
         that called `shutdown()` left early shows only when others continue; see `has_been_left`.
         """
         group = groups.get(child.group)
-        if group is None or not group.is_to_go_on:
-            return False
-        seen = _seen(child, group, view)
-        return seen is not None and seen.role != "joining" and not seen.has_left
+        is_to_go_on = group is not None and group.is_to_go_on
+        return is_to_go_on and child.exit.took_part and not child.exit.has_left
 
-    def has_been_left(self, child: Child, group: Group, view: JobView) -> bool:
+    def has_been_left(self, child: Child, view: JobView) -> bool:
         """Return whether a child left FFT's loop by `shutdown()` and others committed since."""
-        if child.code != 0 or child.left_early or child not in group.children:
-            return False
-        seen = _seen(child, group, view)
-        if seen is None or seen.leaves or seen.loop != TRANSACTIONS:
-            return False
-        return view.reached(child.rank) > seen.step
+        has_left = child.code == 0 and child.exit.reason is LeaveReason.LEFT_LOOP
+        return has_left and not child.left_early and view.reached(child.rank) > child.exit.step
 
-    def tell(self, child: Child, group: Group, view: JobView) -> None:
-        """Log how a rank was lost, once per rank and cause."""
-        self._note(child, group, view)
+    def tell(self, child: Child, group: Group, view: JobView) -> bool:
+        """Log how a rank was lost, once per rank and cause; return whether that is unexplained."""
+        is_unexplained = self._note(child, group, view)
         cause = self._cause(child, group, view)
         words = child.error_place
         same = (child.group, child.rank, cause.partition(";")[0])
         key = same if words is None else words.signature  # one message for one mistake
         if child.was_killed or key in self._told:
-            return
+            return is_unexplained
         self._told.add(key)
         seen = _seen(child, group, view)
         where = "before its first transaction" if seen is None else f"at step {seen.step}"
@@ -637,19 +275,21 @@ class Deaths:
             "group %s rank %d (pid %d) %s %s. Log: %s",
             *(child.group, child.rank, child.pid, cause, where, child.log),
         )
+        return is_unexplained
 
-    def _note(self, child: Child, group: Group, view: JobView) -> None:
+    def _note(self, child: Child, group: Group, view: JobView) -> bool:
         seen = _seen(child, group, view)
         is_injected = seen is not None and seen.is_injected
         is_known = child.was_killed or child.pid in self.suspected or child.was_asked
         is_odd = child.left_early or (child.code or 0) < 0
         if seen is None or is_known or is_injected or not is_odd:
-            return
+            return False
         cause = "exit status 0" if child.left_early else cause_of(child.code)
         line, now = child.decisive_line(), time.monotonic()
         who = child.group, child.rank, cause
         death = UnexplainedDeath(*who, view.cursor, line, child.log, child.began, now)
         self._at.setdefault(view.progress, []).append(death)
+        return True
 
     def signatures(self, view: JobView) -> frozenset[tuple[str, str]]:
         """Return step and cause of the deaths at the last step, to compare with the next start."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -19,9 +20,11 @@ from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.detectors.straggler import Change, Stragglers
 from fft.health.hosts import HostWatch, Process
+from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.claims import Claims
-from fft.launch.supervisor.ending import complete
+from fft.launch.supervisor.ending import complete, head_of
 from fft.launch.supervisor.groups import Group
+from fft.launch.supervisor.spanning import GroupStarts
 from fft.messages.commands import (
     Answer,
     AnswerKind,
@@ -34,6 +37,7 @@ from fft.messages.commands import (
     encode_answer,
     fresh_id,
 )
+from fft.messages.exits import Exit, decode_exit, encode_exit, exit_register
 from fft.messages.fault_plans import ServiceFault
 from fft.messages.progress import (
     CheckpointReport,
@@ -44,7 +48,7 @@ from fft.messages.progress import (
     decode_report,
     encode_report,
 )
-from fft.messages.protocol import Death, Drain, Suspect, UnreadableMessage, encode
+from fft.messages.protocol import Death, Drain, Record, Suspect, UnreadableMessage, encode
 from fft.messages.wire import SCOPES
 from fft.protocol.timeouts import bus_operation
 from fft.trace.tail import JobView
@@ -118,8 +122,8 @@ def why_refused(
     group = groups.get(command.group)
     if group is None:
         return f"no group {command.group!r} here; the groups: {', '.join(groups)}"
-    if command.rank is not None and command.rank >= group.ranks:
-        return f"no rank {command.rank} in group {group.name}; it has {group.ranks}"
+    if command.rank is not None and command.rank >= group.world:
+        return f"no rank {command.rank} in group {group.name}; it has {group.world}"
     if is_ending:
         return "the job is ending"
     if group.loss is not None:
@@ -228,6 +232,7 @@ class Links:
 
     bus: ErrorBus
     claims: Claims
+    starts: GroupStarts
     commands: CommandEar
     progress: ProgressEar
     address: str
@@ -257,13 +262,14 @@ class Links:
         """Connect and start to listen. Raises BusError, after which `close` is needed as well."""
         self.bus = open_job_bus(url, self._token, bus_operation(url))
         self._undo.callback(self.bus.close)
+        self.starts = GroupStarts(self.bus)
         self.claims = Claims(self.bus, self._wake, self._serves)
         self._undo.callback(self.claims.close)
         self.commands = CommandEar(self.bus, self._wake)
         self._undo.callback(self.commands.close)
         self.progress = ProgressEar(self.bus)
         self._undo.callback(self.progress.close)
-        self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit)
+        self._hosts = HostWatch(self.bus, "the supervisor", self._host_limit, sender=self.claims.id)
         self._undo.callback(self._hosts.close)
         self.address = own_address(url)
 
@@ -309,6 +315,36 @@ class Links:
         except (BusError, UnreadableMessage) as error:
             view.is_stale = bool(view.gaps)
             logger.debug("what traces with gaps lack cannot be seen: %s", error)
+
+    def head(self) -> Record | None:
+        """Return the newest record of the job, or None if there is none or it cannot be read."""
+        with suppress(BusError, UnreadableMessage):
+            return head_of(self.bus)
+        return None
+
+    def forget_exit(self, group: str, rank: int) -> None:
+        """Delete the register of the rank's exit, because a new process of it starts."""
+        try:
+            self.bus.delete(exit_register(group, rank))
+        except BusError as error:
+            logger.debug("the exit of an earlier process stays on the bus: %s", error)
+
+    def read_exit(self, child: Child) -> Exit | None:
+        """Return what the process itself has written about its end, or None."""
+        try:
+            held = self.bus.read(exit_register(child.group, child.rank))
+            found = None if held is None else decode_exit(held)
+        except (BusError, UnreadableMessage) as error:
+            logger.warning("why pid %d has ended cannot be read: %s", child.pid, error)
+            return None
+        return found if found is not None and found.host == socket.gethostname() else None
+
+    def publish_exit(self, child: Child) -> None:
+        """Add what the supervisor knows of a collected process to the register of its exit."""
+        try:
+            self.bus.write(exit_register(child.group, child.rank), encode_exit(child.exit))
+        except BusError as error:
+            logger.debug("how pid %d has ended is not on the bus: %s", child.pid, error)
 
     def beat_for(self, processes: tuple[Process, ...]) -> None:
         """Send heartbeats for these processes from now on, which show that their host is alive."""

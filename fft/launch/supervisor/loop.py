@@ -26,26 +26,32 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
 from fft.errors import BusError
 from fft.health.hosts import Process
+from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
+from fft.launch.outcome import keep
 from fft.launch.services import ServiceError, Services
-from fft.launch.supervisor.children import Child, HangReports, Orphans, cause_of, reap_all
+from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
-from fft.launch.supervisor.config import RunConfig, SupervisorError
-from fft.launch.supervisor.culprit import Diagnoser
+from fft.launch.supervisor.config import GroupHeld, RunConfig, SupervisorError
+from fft.launch.supervisor.culprit import EVICTED_BY, Diagnoser
 from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
-from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement, Mistake, Mistakes
+from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement
 from fft.launch.supervisor.launching import Launcher
 from fft.launch.supervisor.links import Links, is_anothers, why_refused
 from fft.launch.supervisor.losses import ALL_DIED, loss_of, lost_shard
-from fft.launch.supervisor.reforming import Reforming
+from fft.launch.supervisor.reforming import Reforming, reforms
+from fft.launch.supervisor.script import Script
+from fft.launch.supervisor.spanning import GroupStart, part_name, part_named
 from fft.launch.supervisor.tee import Tee
+from fft.launch.verdict import Mistake, Mistakes, cause_of
 from fft.messages.commands import (
     BY_SUPERVISOR,
     AnswerKind,
@@ -77,16 +83,30 @@ logger = logging.getLogger(__name__)
 
 # --- adopting ---
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Interval between two reads of the epoch, in seconds."""
+_BAD_HOST = 5
+"""How many times longer the spares of a bad host wait, so that those of others come first."""
 _AGAIN_S = 15.0
 """Time before a group is requested again whose supervisor has answered, in seconds: that supervisor
 restarts the group itself."""
+_LEND_S = 10.0
+"""Time that two groups lack a host each before one lends its host, in seconds. Hosts with spares
+take less, and a host that was only cut off often comes back."""
 _END_S = 2.0
 
 
+class Adopted(NamedTuple):
+    """A part of a group that was claimed for a lost host."""
+
+    name: str
+    lender: str | None = None
+    """The group that gives up its part here for this one."""
+
+
 class Adopter:
-    """Claims lost groups for one supervisor, which keeps ``room`` current and takes `claimed`."""
+    """Claims lost groups for one supervisor, which sets ``room`` and ``here``, and takes
+    `claimed`."""
 
     def __init__(self, config: RunConfig, links: Links, wake: Callable[[], None]) -> None:
         """Prepare the thread; `start` starts it.
@@ -95,15 +115,24 @@ class Adopter:
             wake: Called on the thread after a group was claimed.
         """
         self.room = 0
-        """Number of groups that the spares suffice for."""
+        """Number of parts of groups that the spares suffice for."""
+        self.here: frozenset[str] = frozenset()
+        """The groups that run here; a host has at most one part of a group."""
         self._links, self._wake = links, wake
+        self._parts = config.parts
         own = range(config.first_group, config.first_group + config.groups)
-        others = [str(n) for n in range(config.groups_in_all) if n not in own]
-        self._can = bool(others) and config.spares >= config.ranks
+        others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
+        is_bad = bad_hosts.is_bad(config.trace_dir)
+        self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
+        has_spares = config.spares >= config.local_ranks
+        self._can = bool(others) and (has_spares or config.parts > 1)
         self._absent = Absent(others)
+        self._all = frozenset(others)
         self._missed: frozenset[str] = frozenset()
+        self._broken: tuple[frozenset[str], float] = frozenset(), 0.0
+        """The groups that lack hosts, and since when, in seconds."""
         self._ask_at: dict[str, float] = {}
-        self._claimed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._claimed: queue.SimpleQueue[Adopted] = queue.SimpleQueue()
         self._troubles = LogSampler()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fft-adopting", daemon=True)
@@ -113,7 +142,7 @@ class Adopter:
         if self._can:
             self._thread.start()
 
-    def claimed(self) -> Iterator[str]:
+    def claimed(self) -> Iterator[Adopted]:
         """Yield the groups claimed since the last call, which the supervisor is to start."""
         with suppress(queue.Empty):
             while True:
@@ -126,12 +155,12 @@ class Adopter:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            if self._is_full():
-                self._missed = frozenset()
-                continue
+        while not self._stop.wait(self._interval_s):
             try:
-                self._look()
+                if not self._is_full():
+                    self._look()
+                elif self._parts > 1:
+                    self._look_to_lend()
             except (BusError, UnreadableMessage, SupervisorError) as error:
                 if (count := self._troubles.add("look")) is not None:
                     logger.warning("cannot look for lost groups (%d by now): %s", count, error)
@@ -143,19 +172,46 @@ class Adopter:
         return self._is_full() or group not in self._absent.look(self._links.bus)
 
     def _look(self) -> None:
-        """Claim one group that was missing in two looks in a row and whose holder is silent."""
+        """Claim one part of a group whose holder is silent.
+
+        The group was missing in two looks in a row, or the host of the holder has vanished.
+        """
         missing = self._absent.look(self._links.bus)
         again, self._missed = missing & self._missed, missing
         now = time.monotonic()
-        for group in sorted(again):
-            if self._ask_at.get(group, now) > now:
-                continue
-            if self._links.claims.adopt(group, partial(self._is_wanted_no_more, group)):
-                self._claimed.put(group)
-                self.room -= 1
-                self._wake()
-                return
-            self._ask_at[group] = time.monotonic() + _AGAIN_S
+        for group in sorted(missing - self.here):
+            for name in (part_name(group, part) for part in range(self._parts)):
+                is_due = self._ask_at.get(name, now) <= now and group in again
+                if not is_due and not self._links.claims.is_silent(name):
+                    continue
+                if self._links.claims.adopt(name, partial(self._is_wanted_no_more, group)):
+                    self._claimed.put(Adopted(name))
+                    self.room -= 1
+                    self._wake()
+                    return
+                self._ask_at[name] = time.monotonic() + _AGAIN_S
+
+    def _look_to_lend(self) -> None:
+        """Claim a lost part of another group, if the group here lacks a host as well.
+
+        So one group is whole again, and not two are broken. It is the one with the fewest lost
+        parts, by hosts of the one with the most. Another group must have the state meanwhile.
+        """
+        claims, now = self._links.claims, time.monotonic()
+        self._missed = missing = self._absent.look(self._links.bus)
+        names = {g: [part_name(g, part) for part in range(self._parts)] for g in missing}
+        lost = {g: [name for name in names[g] if claims.is_silent(name)] for g in names}
+        broken = sorted((g for g in lost if lost[g]), key=lambda g: (len(lost[g]), int(g)))
+        if frozenset(broken) != self._broken[0]:
+            self._broken = frozenset(broken), now
+        is_due = now > self._broken[1] + _LEND_S and missing != self._all
+        if len(broken) < 2 or not is_due or self.here != {broken[-1]}:
+            return
+        whole_next, lender = broken[0], broken[-1]
+        name = lost[whole_next][0]
+        if claims.adopt(name, lambda: whole_next not in self._absent.look(self._links.bus)):
+            self._claimed.put(Adopted(name, lender))
+            self._wake()
 
 
 # --- fault plan watch ---
@@ -294,6 +350,8 @@ def _row(group: Group, view: JobView) -> Row:
 
 
 _POLL_S = 0.2  # maximum age of the view of the traces; `select` cannot wait for files
+_PART_S = 0.1  # interval of checks whether part 0 of a group has begun on its host
+_FOLLOW_S = 0.5  # interval of reads of the starts of groups that other hosts have parts of
 _OVER_S = 0.5  # interval between checks whether the job is over that a group is waiting to join
 _BUS_LOST_S = 60.0  # maximum duration of a bus outage
 _BUS_RETRY_S = 2.0  # pause before a group is started that could not be started without the bus
@@ -413,6 +471,7 @@ class Supervisor:
         services: Services | Joined,
         display: Display | None = None,
         token: JobToken | None = None,
+        script: Script | None = None,
     ) -> None:
         """Check the configuration and prepare the job.
 
@@ -422,6 +481,7 @@ class Supervisor:
             services: The bus and lighthouse.
             display: Shows the progress of the job.
             token: Token of the job, which children receive in their environment.
+            script: Starts the processes; later starts of the job use it, too.
 
         Raises:
             SupervisorError: The job cannot be started as asked.
@@ -430,26 +490,28 @@ class Supervisor:
         self._config, self._services, self._display = config, services, display
         first = config.first_group
         names = [str(number) for number in range(first, first + config.groups)]
-        self._groups = {name: Group(name, config.ranks) for name in names}
+        self._groups = {name: Group(name, config.ranks, config.local_ranks) for name in names}
         self._faults = PlannedFaults(config, plan, names)
         self._ending = Ending()
         self._told: set[str] = set()
         """Ids of commands that this supervisor sent itself."""
         self._too_slow: set[str] = set()
         """Slow ranks whose groups were restarted; a second restart would not help either."""
+        self._starts_at = 0.0
+        """Time of the next read of the starts of groups on several hosts, in seconds."""
         self._waits = Waits()
         serves, wake = not isinstance(services, Joined), partial(self._waits.wake, b"?")
         self._links = Links(token, config.host_limit, wake, serves)
         self._mistakes = Mistakes(names, config.groups_in_all)
         self._deaths = Deaths()
         self._orphans = Orphans()
-        self._judgement = Judgement(self._groups.values(), plan, serves)
+        self._judgement = Judgement(here=self._groups.values(), plan=plan, has_services=serves)
         self._diagnoser = Diagnoser(
             services.bus_url, token, config.trace_dir, config.diagnose_after
         )
         self._hangs = HangReports()
         self._waits.register(self._hangs.socket)
-        self._launcher = Launcher(config, services, token, self._hangs.fd)
+        self._launcher = Launcher(config, services, token, self._hangs.fd, script)
         self._waits.register(self._launcher.tee)
         self._reforming = Reforming(config, self._launcher)
         self._adopter = Adopter(config, self._links, wake)
@@ -470,6 +532,7 @@ class Supervisor:
         """
         self._config.make_place()
         save_plan(self._config.trace_dir, self._faults.plan)
+        self._mark("here", "")
         if self._judgement.has_services:
             forget_ends(self._config.trace_dir)
         self._tail = TraceTail(self._config.trace_dir, self._config.resume_step or 0)
@@ -477,7 +540,10 @@ class Supervisor:
             self._links.open(self._services.bus_url)
             stops, takes_over = (lambda: self._ending.interrupted), self._config.take_over
             self._links.claims.begin(self._config.resume_step or 0)
-            self._links.claims.take(self._groups, takes_over, stops)
+            if self._config.parts == 1:
+                self._links.claims.take(self._groups, takes_over, stops)
+            else:
+                self._take_parts(stops)
             if self._ending.interrupted:
                 text = "interrupted before anything was started"
                 return self._ended(JobOutcome(True, (text,), status=ExitStatus.DRAINED))
@@ -490,11 +556,13 @@ class Supervisor:
             self._links.progress.catch_up()
             self._look()
             view = self._tail.view
-            unfinished = None if self._faults.watch is None else self._faults.watch.unfinished(view)
-            others = self._how_others_left()
-            outcome = self._judgement.outcome(view, self._ending.over, unfinished, others)
+            end, watch = self._judgement, self._faults.watch
+            end.unfinished = None if watch is None else watch.unfinished(view)
+            end.is_over, end.others = self._ending.over, self._how_others_left()
+            end.head = self._links.head()
+            outcome = end.outcome(view)
             lost = self._ending.lost if self._config.can_resume else None
-            if (about := self._deaths.about(view)) and not (outcome.ok or self._judgement.hopeless):
+            if (about := self._deaths.about(view)) and not (outcome.ok or end.hopeless):
                 outcome = replace(outcome, lines=(about, *outcome.lines))
             deaths = self._deaths.signatures(view) if lost else frozenset()
             fired = frozenset(view.injected)
@@ -502,8 +570,31 @@ class Supervisor:
         finally:
             self._end()
 
+    def _take_parts(self, is_asked: Callable[[], bool]) -> None:
+        """Claim a part of each group, which other hosts have the rest of.
+
+        If a group has lent a host meanwhile, its host takes a part of the lender when it is back.
+
+        Raises:
+            GroupHeld: All parts of a group have other supervisors, and no other group lacks one.
+        """
+        claims, parts = self._links.claims, self._config.parts
+        for group in list(self._groups.values()):
+            try:
+                group.part = claims.take_part(group.name, parts, is_asked) or 0
+            except GroupHeld:
+                all_groups = map(str, range(self._config.groups_in_all))
+                others = [part_name(g, p) for g in all_groups for p in range(parts)]
+                if (found := claims.take_lost(others, is_asked)) is None:
+                    raise
+                del self._groups[group.name]
+                name, part = part_named(found)
+                logger.warning("group %s needs no host; this one takes group %s", group.name, found)
+                self._groups[name] = Group(name, group.world, group.local, part)
+
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
-        """Write the exit status into the groups' claims, which `fft launch outcome` reads."""
+        """Publish the exit status for `fft launch outcome`, and the verdict for `fft report`."""
+        keep(self._config.trace_dir, outcome.exit_status, outcome.lines)
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 
@@ -535,6 +626,7 @@ class Supervisor:
             else:
                 self._on_interrupts(self._waits.interrupts())
         self._obey()
+        self._follow_starts()
         for rank in self._links.progress.too_slow(self._config.evict_stragglers) - self._too_slow:
             self._restart_straggler(rank)
         self._look()
@@ -638,9 +730,11 @@ class Supervisor:
         is_new = group.is_adopted and is_first
         spare = self._reforming.spares.take if is_new else lambda env, log: None
         try:
-            if not self._may_start(group):
+            if not self._may_start(group) or (begun := self._begun(group)) is None:
                 return
-            children = self._launcher.start_group(group, self._links.address, spare)
+            for rank in group.ranks:
+                self._links.forget_exit(group.name, rank)
+            children = self._launcher.start_group(group, begun, spare)
         except (OSError, BusError, SupervisorError) as error:
             text = why_not_started(group, error)
             if is_first and not group.is_adopted:
@@ -650,6 +744,59 @@ class Supervisor:
             return
         for child in children:
             self._waits.look_after(child)
+
+    def _begun(self, group: Group) -> GroupStart | None:
+        """Begin the next start of the group, or take its part in one that other hosts have begun.
+
+        Returns:
+            The start, or None if the group is to be started later, because part 0 has not begun.
+
+        Raises:
+            BusError: The store cannot be started, or the bus cannot be reached.
+        """
+        serve = partial(group.serve, self._links.address)
+        if not group.spans:
+            home = serve()
+            return GroupStart(group.starts + 1, home, home)
+        is_in_vain = group.is_successor and not self._has_committed(group)
+        found = self._links.starts.begin(group.name, group.part, serve, is_in_vain)
+        if found is None:
+            group.restart_at = time.monotonic() + _PART_S
+            return None
+        begun, group.is_successor = found
+        return begun
+
+    def _follow_starts(self) -> None:
+        """Follow the starts of groups that other hosts have parts of."""
+        now = time.monotonic()
+        groups = [group for group in self._groups.values() if group.spans and group.living]
+        if now < self._starts_at or not groups or self._ending.has_begun:
+            return
+        self._starts_at = now + _FOLLOW_S
+        try:
+            for group in groups:
+                self._follow(group)
+            self._ending.outage.answered()
+        except (BusError, SupervisorError) as error:
+            if not self._ending.outage.has_begun:
+                logger.warning("cannot see the starts of groups on other hosts: %s", error)
+            if isinstance(error, BusUnreachable):
+                self._on_bus_failure(error)
+
+    def _follow(self, group: Group) -> None:
+        begun = self._links.starts.read(group.name)
+        if begun is None or not group.is_to_go_on:
+            return
+        if begun.number != group.begun.number:
+            text = "the group is started again on all of its hosts"
+            logger.warning("group %s: %s", group.name, text)
+            group.is_superseded = True
+            self._kill(group.living, text)
+            return
+        group.begun = begun
+        may_reform = self._config.reform and reforms(group, self._tail.view)
+        if begun.reforms != may_reform and (begun.reforms or self._has_committed(group)):
+            self._links.starts.note(group.name, begun.number, may_reform)
 
     def _may_start(self, group: Group) -> bool:
         """Return whether this supervisor still holds ``group``.
@@ -661,7 +808,7 @@ class Supervisor:
             BusError: The bus fails in another way, or at the first start.
         """
         try:
-            is_ours = self._links.claims.keeps(group.name)
+            is_ours = self._links.claims.keeps(group.claim)
         except BusUnreachable as error:
             if group.starts == 0 and not group.is_adopted:
                 raise
@@ -686,13 +833,30 @@ class Supervisor:
     def _adopt(self) -> None:
         """Start the groups that were adopted from lost hosts, using spares."""
         ready = 0 if self._ending.has_begun else self._reforming.spares.ready
-        self._adopter.room = ready // self._config.ranks
-        for name in self._adopter.claimed():
-            if self._ending.has_begun or (name in self._groups and self._groups[name].living):
+        self._adopter.here = frozenset(n for n, g in self._groups.items() if g.living)
+        self._adopter.room = ready // self._config.local_ranks
+        for name, lender in self._adopter.claimed():
+            which, part = part_named(name)
+            if self._ending.has_begun or (which in self._groups and self._groups[which].living):
                 continue  # the claim is released at the end
-            group = self._groups[name] = Group(name, self._config.ranks, is_adopted=True)
+            if lender is not None:
+                self._lend(self._groups[lender], which)
+            form = self._config.ranks, self._config.local_ranks
+            group = self._groups[which] = Group(which, *form, part, is_adopted=True)
             self._judgement.remarks.append(f"group {name} was taken over: its host was lost")
+            text = f"group {name} was silent, and was taken over by {bad_hosts.own_name()}"
+            if host := self._links.claims.lost_hosts.get(name):
+                self._mark("lost", text, host)
             self._start(group)
+
+    def _lend(self, group: Group, to: str) -> None:
+        """Give up the part of ``group`` here, so that this host has one of another group."""
+        by = f"group {to}, because both had lost hosts, and this host makes that one whole"
+        self._hand_over(group, Loss(group.claim, by, None))
+        try:
+            self._links.claims.release(group.claim)
+        except BusError as error:
+            logger.error("could not release group %s: %s", group.claim, error)
 
     # --- deaths ------------------------------------------------------------------------
 
@@ -701,8 +865,7 @@ class Supervisor:
         if not child.alive:
             return
         code = child.exit_code()
-        child.left_early = code == 0 and self._deaths.is_early(child, self._groups, self._poll())
-        if code != 0 or child.left_early:
+        if code != 0:
             self._tell_dead(child, cause_of(code), by_itself=True)
         self._waits.unregister(child.fd)
         child.reap()
@@ -710,21 +873,45 @@ class Supervisor:
             self._reforming.spares.ended(child)
             return
         group = self._groups[child.group]
+        self._collect(child, group)
+        child.left_early = code == 0 and self._deaths.is_early(child, self._groups)
+        if child.left_early:
+            self._tell_dead(child, cause_of(code), by_itself=True)
+        self._links.publish_exit(child)
         if child.has_failed and not self._ending.has_begun:
             view = self._poll()
-            self._deaths.tell(child, group, view)
+            if self._deaths.tell(child, group, view):
+                who = f"group {group.name} rank {child.rank}"
+                self._mark("lost", f"{who} died by {cause_of(code)} at step {view.step}")
             if (verdict := self._deaths.verdict(view)) is not None:
                 self._judgement.problems.append(
                     f"{verdict}; {self._judgement.what_ended} was ended"
                 )
                 self._judgement.hopeless = True
+                self._judgement.no_progress = any(g.starts > 1 for g in self._groups.values())
                 self._end_in_vain("ranks die at the same step again", in_order=False)
-        if code < 0 and child.is_replaced and group.living and self._replace(group, child):
+        has_mates = group.living or group.spans
+        if code < 0 and child.is_replaced and has_mates and self._replace(group, child):
             return
         if child.has_failed:
             self._end_mates(child, group)
         if not group.living:
             self._on_group_down(group)
+
+    def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
+        """Remember that this host, or another one, takes part or had a loss."""
+        if self._config.parts_in_all > self._config.groups:  # there are other hosts
+            bad_hosts.mark(self._config.trace_dir, host or bad_hosts.own_name(), kind, why)
+
+    def _collect(self, child: Child, group: Group) -> None:
+        """Derive how a child has ended, by its register, or by the view if it was killed."""
+        seen = self._poll().since(group.name, group.incs_before).get(child.rank)
+        child.collected(
+            self._links.read_exit(child),
+            step=0 if seen is None else seen.step,
+            took_part=seen is not None and seen.role != "joining",
+            replaces=child.rank in group.replaced,
+        )
 
     def _end_mates(self, lost: Child, group: Group) -> None:
         """End the rest of the group of a rank that was lost and is not replaced."""
@@ -738,9 +925,7 @@ class Supervisor:
     def _look_for_early_ends(self, view: JobView) -> None:
         """Restart groups with a rank that left the loop while other groups continue."""
         for group in self._groups.values():
-            early = [
-                child for child in group.children if self._deaths.has_been_left(child, group, view)
-            ]
+            early = [child for child in group.children if self._deaths.has_been_left(child, view)]
             if not early or group.evicted or not group.is_to_go_on or self._ending.has_begun:
                 continue
             for child in early:
@@ -761,7 +946,8 @@ class Supervisor:
                 is_known = child.was_killed or child.trainer.has_left
                 if seen is None or seconds < _OUTLIVES_S or is_known:
                     continue
-                has_left, limit = seen.has_left, self._config.drain_timeout
+                written, limit = self._links.read_exit(child), self._config.drain_timeout
+                has_left = written is not None and written.has_left
                 if has_left and seconds < limit and not self._ending.has_begun:
                     continue  # it may have work to do after the last step
                 text = "after its last step" if has_left else f"at step {seen.step}, before the end"
@@ -790,7 +976,7 @@ class Supervisor:
 
     def _may_replace(self, group: Group, lost: Child) -> bool:
         """Return whether ``lost`` may be replaced. A no is checked with the newest traces."""
-        if group.ranks == 1 or not self._config.reform:
+        if group.world == 1 or not self._config.reform:
             return False
         groups = self._groups.values()
         return self._reforming.may_replace(
@@ -799,6 +985,7 @@ class Supervisor:
 
     def _replace(self, group: Group, lost: Child) -> bool:
         """Start a successor of ``lost``; return whether there is one."""
+        self._links.forget_exit(group.name, lost.rank)
         ends = self._ending.drain_until is not None  # a drain may have begun since the report
         child = None if ends else self._reforming.replace(group, lost, self._tail.view)
         if child is not None:
@@ -811,7 +998,7 @@ class Supervisor:
         view = self._poll(is_sure=True)
         self._forget_mistakes()
         if self._has_committed(group):
-            group.pauses.progressed()
+            group.restarts.progressed()
         if group.loss is not None:
             self._links.claims.yielded(group.loss)
         if group.eviction is not None:
@@ -819,17 +1006,24 @@ class Supervisor:
             return
         if self._ending.has_begun or group.evicted:
             return
+        if group.is_superseded:
+            group.is_superseded, group.restart_at = False, time.monotonic()
+            return
         if group.finished:
             step = return_step(self._faults.plan, group.name, view, self._faults.drains_seen)
             group.return_at_step = step or group.return_at_step
             return
         words = None if group.came_too_late and self._links.has_stages else group.error_place
         mistake = self._mistakes.ended(group.name, words, view.committed)
-        if mistake is None or not mistake.is_for_good(self._config):
+        can_resume, in_all = self._config.can_resume, self._config.groups_in_all
+        if mistake is None or not mistake.is_for_good(can_resume, in_all):
             self._look_whether_state_is_lost(group)
             if self._ending.drain_until is not None:
                 return
         if mistake is not None:
+            if mistake.may_be_the_states(self._config.is_soon(view.step)):
+                begun_at = self._config.resume_step
+                self._ending.lost = f"the job has ended soon after step {begun_at}"
             self._on_mistake(group, mistake)
             return
         self._look_whether_over(at_once=True)
@@ -843,10 +1037,12 @@ class Supervisor:
 
     def _start_later(self, group: Group, problem: str) -> None:
         """Restart the group after a pause, or give it up if it has no restart left."""
-        if group.pauses.restarts < self._config.max_restarts:
+        if not group.restarts.are_used_up(self._config.max_restarts, group.ended_by_error):
             group.start_later()
-        else:
-            self._give_up(group, problem)
+            return
+        if group.restarts.in_a_row:
+            group.stuck_at = self._tail.view.progress
+        self._give_up(group, problem)
 
     def _look_whether_state_is_lost(self, group: Group) -> None:
         """End the job if, after the end of ``group``, no process has or can get the state."""
@@ -863,7 +1059,7 @@ class Supervisor:
     def _say_what_nobody_holds(self, group: Group) -> None:
         """Log that ``group`` is restarted although no process can give it the state."""
         view, groups = self._tail.view, self._groups.values()
-        is_whole = self._config.groups_in_all == len(groups)
+        is_whole = self._config.parts_in_all == len(groups)
         if not is_whole or not view.committed or any(each.finished for each in groups):
             return
         if (rank := lost_shard(groups, view)) is not None:
@@ -926,7 +1122,9 @@ class Supervisor:
         """
         now = time.monotonic()
         waiting = any(
-            group.living and not self._has_committed(group) for group in self._groups.values()
+            (group.living or (group.spans and group.restart_at is not None))
+            and not self._has_committed(group)
+            for group in self._groups.values()
         )
         waiting |= self._config.groups == 0
         if self._ending.over or not (waiting or at_once):
@@ -947,7 +1145,7 @@ class Supervisor:
         if last is not None:
             self._end_who_waits(inside=last)
         elif have_all_ended or self._judgement.have_all_finished(
-            self._tail.view, self._config.groups_in_all
+            self._tail.view, self._config.parts_in_all
         ):
             self._end_who_waits(set())
 
@@ -977,8 +1175,8 @@ class Supervisor:
         Returns:
             COMPLETE, DRAINED or FAILED; None if this does not depend on other groups.
         """
-        left = any(g.finished or g.has_left(self._tail.view) for g in self._groups.values())
-        if left or not self._ending.over or self._config.groups_in_all == len(self._groups):
+        left = any(g.finished or g.has_left for g in self._groups.values())
+        if left or not self._ending.over or self._config.parts_in_all == len(self._groups):
             return None
         until = time.monotonic() + RELEASE_S
         try:
@@ -1007,7 +1205,7 @@ class Supervisor:
     def _on_interrupts(self, times: int) -> None:
         for _ in range(times):
             if self._ending.drain_until is None:
-                self._judgement.note_interrupt(self._tail.view, self._config.groups_in_all)
+                self._judgement.note_interrupt(self._tail.view, self._config.parts_in_all)
                 self._drain("interrupted", forward=True)
             else:
                 self._kill_all("interrupted a second time")
@@ -1046,8 +1244,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         for loss in self._links.claims.losses():
-            if loss.group in self._groups:
-                self._hand_over(self._groups[loss.group], loss)
+            ours = (group for group in self._groups.values() if group.claim == loss.group)
+            if (group := next(ours, None)) is not None:
+                self._hand_over(group, loss)
             else:  # adopted from a lost host, and never started
                 self._links.claims.yielded(loss)
         for command in self._links.commands.take():
@@ -1086,6 +1285,8 @@ class Supervisor:
         """Ask the processes to end; `_check_deadlines` and `_on_group_down` do the rest."""
         group = self._groups[command.group]
         logger.info("group %s is evicted by %s", group.name, command.by)
+        if command.by == EVICTED_BY:
+            self._mark("excluded", f"group {group.name} was evicted by {command.by}")
         group.restart_at = group.return_at_step = None
         group.eviction = command
         living = [c for c in group.living if command.rank in (None, c.rank)]
@@ -1114,7 +1315,7 @@ class Supervisor:
 
     def _restart_straggler(self, rank: str) -> None:
         """Restart the group of ``rank`` if the job can continue without it meanwhile."""
-        command = Evict(fresh_id(), rank.rpartition("/")[0], "the supervisor", restart=True)
+        command = Evict(fresh_id(), rank.rpartition("/")[0], EVICTED_BY, restart=True)
         others = [g for g in self._groups.values() if g.living and g.name != command.group]
         if self._refusal(command) is not None or len(others) < self._config.min_groups:
             return
@@ -1163,7 +1364,7 @@ class Supervisor:
         left = [*self._living(), *self._reforming.spares]
         for child in left:
             child.signal(signal.SIGKILL)
-        self._launcher.script.close()
+        self._launcher.close()
         self._diagnoser.close()
         reap_all(left)
         try:

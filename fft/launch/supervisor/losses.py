@@ -25,7 +25,7 @@ def loss_of(
         ended: The group that ended.
         groups: All groups of this host.
     """
-    if config.groups_in_all != len(groups):
+    if config.parts_in_all != len(groups):
         return None
     if (taint := view.comparisons.taint) is not None:
         return f"the replicas differ, and no state has a majority: {taint}"
@@ -52,7 +52,7 @@ def lost_shard(groups: Collection[Group], view: JobView) -> int | None:
 
     ``groups`` are all groups of the job.
     """
-    for rank in range(max((group.ranks for group in groups), default=0)):
+    for rank in range(max((group.world for group in groups), default=0)):
         if not any(holds(group, rank, view) for group in groups):
             return rank
     return None

@@ -17,11 +17,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from fft.launch.supervisor.children import Child, cause_of
+from fft.launch.supervisor.children import Child
 from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group, why_not_started
-from fft.launch.supervisor.launching import Launcher
+from fft.launch.supervisor.launching import SUCCESSOR, Launcher
 from fft.launch.supervisor.losses import holds
+from fft.launch.verdict import cause_of
 from fft.trace.tail import JobView
 from fft.util.files import claimed
 
@@ -158,8 +159,6 @@ class Spares:
 
 _MOST_IN_A_ROW = 3
 """Number of successors of one rank that may be lost in a row before they take part."""
-SUCCESSOR = "FFT_SUCCESSOR"
-"""Environment variable of a process that replaces a lost one in a living group."""
 
 _HANGS_S = 60.0
 _TIMES = 3.0
@@ -204,19 +203,19 @@ class Reforming:
             groups: All groups of this host.
         """
         others = [other for other in groups if other is not group]
-        is_whole = self._config.groups_in_all == len(groups)
+        is_whole = self._config.parts_in_all == len(groups)
         if is_whole and not any(holds(other, lost.rank, view) for other in others):
             return False
         if not self._config.reform or self._config.groups_in_all < 2 or not group.is_to_go_on:
             return False
-        ranks = view.of(group.name)
-        if len(ranks) < group.ranks or not all(rank.reforms for rank in ranks):
+        if not reforms(group, view):
             return False
         now = view.since(group.name, group.incs_before)
         settled = {rank for rank in now if now[rank].commits > 0}
         mates = {c.rank for c in group.living if c is not lost and not c.told_dead}
         is_next = self._may_call_next(group, lost) and lost.rank not in now
-        return (lost.rank in settled or is_next) and bool(mates & settled)
+        has_mates = bool(mates & settled) or group.begun.reforms  # perhaps on other hosts
+        return (lost.rank in settled or is_next) and has_mates
 
     def _may_call_next(self, group: Group, lost: Child) -> bool:
         """Return whether another spare may replace a successor that has taken no part yet."""
@@ -235,7 +234,8 @@ class Reforming:
         self, groups: Mapping[str, Group], view: JobView
     ) -> Iterator[tuple[Child, float]]:
         for group in groups.values():
-            if group.took is None and len(view.since(group.name, group.known_incs)) == group.ranks:
+            here = set(group.ranks) & view.since(group.name, group.known_incs).keys()
+            if group.took is None and len(here) == group.local:
                 group.took = time.monotonic() - group.started_at
         if known := [group.took for group in groups.values() if group.took is not None]:
             limit = max(_HANGS_S, _TIMES * max(known))
@@ -268,7 +268,7 @@ class Reforming:
             The successor, or None if none can be started or no other rank of the group lives.
         """
         mates = [child for child in group.living if not child.dies_within(0)]
-        if not mates:
+        if not mates and not group.spans:
             return None
         place = (group.name, group.starts, lost.rank)
         took_part = lost.rank in view.since(group.name, group.incs_before)
@@ -288,10 +288,16 @@ class Reforming:
             "group %s lost rank %d (pid %d, %s): pid %d is to take its place; its other ranks run "
             "on: %s",
             *(group.name, lost.rank, lost.pid, cause_of(lost.code), child.pid),
-            ", ".join(str(mate.rank) for mate in mates),
+            ", ".join(str(mate.rank) for mate in mates) or "those of other hosts",
         )
         return child
 
     def _start(self, group: Group, rank: int, env: Mapping[str, str], log: Path) -> Child:
         spare = self.spares.take(env, log)
         return spare or self._launcher.start_one(group.name, rank, group.starts, env, log)
+
+
+def reforms(group: Group, view: JobView) -> bool:
+    """Return whether the script lets lost ranks of the group be replaced, by its ranks here."""
+    seen = {rank: view.ranks.get((group.name, rank)) for rank in group.ranks}
+    return all(rank is not None and rank.reforms for rank in seen.values())

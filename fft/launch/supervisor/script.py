@@ -58,10 +58,13 @@ class Script:
         return None if self._server is None else self._server.process.pid
 
     def open(self, env: Mapping[str, str], log: Path) -> None:
-        """Start the fork server with the environment that all ranks share.
+        """Start the fork server with the environment that all ranks share, if none runs.
 
         Without a fork server, later processes start by exec, which only takes longer.
         """
+        if self._server is not None and self._server.lives():
+            return
+        self.close()
         try:
             self._server = _ForkServer(self.argv, env, log)
         except OSError as error:
@@ -145,6 +148,16 @@ class _ForkServer:
         if not answer:
             logger.warning("ranks start without the fork server from now on: it has ended")
         return int(answer) if answer else None
+
+    def lives(self) -> bool:
+        """Return whether the process has not closed its end of the socket."""
+        self._socket.settimeout(0)
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:  # nothing to read
+            return True
+        except OSError:
+            return False
 
     def _has_loaded(self) -> bool:
         """Wait until it has imported torch; return whether ranks can be forked."""

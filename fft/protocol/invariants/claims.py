@@ -156,13 +156,14 @@ class Yes(NamedTuple):
     manifest: Manifest
     skip: bool
     digest: str | None
+    checkpoint: bool
 
 
 def voted(move: Move) -> Iterator[Claim]:
     """Yield the move's YES vote, if it is one, as a fact for later claims."""
     if move.entered("voting") and isinstance(event := move.event, Prepared):
         digest = move.after.vote.digest if move.after.vote else None
-        yes = Yes(event.manifest, event.skip, digest)
+        yes = Yes(event.manifest, event.skip, digest, event.checkpoint)
         yield Know(("yes", move.before.token, move.peer), yes)
 
 

@@ -70,6 +70,15 @@ def validity(move: Move) -> Iterator[Claim]:
         lambda *yes: _data_fit([y.manifest for y in yes if y.manifest.data is not None]),
         needed=False,
     )
+    if (record := move.record) is not None and record.kind == "commit":
+        due, skip = record.checkpoint == record.n, record.skip
+        text = f"the votes for txn {token} and its record differ on whether a checkpoint is due"
+        yield Given(
+            votes,
+            text,
+            lambda *yes: due == any(y.checkpoint for y in yes) or (skip and not due),
+            needed=False,
+        )
 
 
 def _data_fit(drawn: list[Manifest]) -> bool:

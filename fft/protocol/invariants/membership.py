@@ -188,7 +188,8 @@ def reform(move: Move) -> Iterator[Claim]:
     """14: within the window the others wait for a group that replaces a lost rank, and only that
     fetches.
 
-    A rank that holds the state does not fetch it, as far as the author of the epoch knows.
+    The group meets at the store that its first rank names. A rank that holds the state does not
+    fetch it, as far as the author of the epoch knows.
     """
     after, peer = move.after, move.peer
     for effect in move.out.effects:
@@ -197,6 +198,11 @@ def reform(move: Move) -> Iterator[Claim]:
             left = sorted({p.group for p in waited_for(after)} & after.reforming - inside)
             text = f"{peer} leaves out {', '.join(left)}, which re-form, before the window is over"
             yield Holds(not left, text)
+            first = (
+                (g, after.hellos.get((g.group, g.ranks[0].rank))) for g in effect.proposal.members
+            )
+            away = [g.group for g, hello in first if hello is not None and hello.home != g.home]
+            yield Holds(not away, f"{peer} lets {', '.join(away)} meet where no first rank is")
             had = ", ".join(_told_to_fetch(after, effect.proposal))
             yield Holds(not had, f"{peer} has {had} fetch the state that it said it holds")
         if isinstance(effect, Heal) and effect.fetch_from is not None:

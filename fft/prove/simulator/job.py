@@ -470,6 +470,7 @@ class World:
             flow=self.spec.bound_to(self.name) if self.name else (),
             fixed_slices=setting.slices,
             rules=setting.rules,
+            home=f"home-{peer}" if replaces and rank == 0 else "",
         )
         participant = self._core(config)
         lineage = GENESIS if setting.alike else f"fresh:{group.name}:{store}"
@@ -1313,7 +1314,9 @@ class MainThread:
             repeats = None if refused is None else reduced == refused
             manifest = replace(manifest, fingerprint=reduced, repeats=repeats)
         self._compared.now = manifest.fingerprint
-        self._executor.report(Prepared(self._plan.token, not cause, manifest, cause, skip, digest))
+        asks = self._plan.step % 2 == 1 and self._plan.index == 0 and not self._block
+        vote = Prepared(self._plan.token, not cause, manifest, cause, skip, digest, checkpoint=asks)
+        self._executor.report(vote)
         if self._failing == "after_vote" and not cause:
             self._world.count("after_vote")
             self._process.post(Fault(self._plan.token, "injected: fault after the vote"))

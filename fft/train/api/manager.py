@@ -29,12 +29,12 @@ from fft.messages.protocol import Peer, Token
 from fft.protocol.timeouts import TORCHFT_DEFAULT_S
 from fft.train.api.parts import Parts
 from fft.train.api.torchft_interface import ShutDownAtExit, TorchftInterface
-from fft.train.data.sharded import Sharded
-from fft.train.data.source import Identify
+from fft.train.data.source import settings_of
 from fft.train.gradients import torch_ddp
 from fft.train.gradients.buckets import BUCKET_MB, CommHook
 from fft.train.gradients.reducer import Reducer
 from fft.train.guard.torchft_adapter import TorchftAdapter
+from fft.train.limits import Feature
 from fft.train.process_groups.mesh_layout import MeshLayout
 from fft.train.session.lighthouse import init_torchft_manager
 from fft.train.session.settings import ManagerConfig, read_settings, refuse_unknown
@@ -42,7 +42,7 @@ from fft.train.session.step_results import Veto
 from fft.train.state.transfer import StateTransfer
 from fft.train.state.updates import unwrapped
 from fft.train.step.live import LiveBlock, LiveBlocks
-from fft.train.step.preemption import INTERVAL_S, NoticeSource
+from fft.train.step.preemption import NoticeSource
 from fft.train.step.transaction import Transaction
 
 
@@ -148,7 +148,7 @@ class ManagerFFT(TorchftInterface):
             self._parts = Parts(self, settings, pg, shard_pg, transfer, undo)
             self._live = LiveBlocks(self._parts, self._parts.loop)
             peer = self._parts.job.peer
-            self._parts.leaving.configure_from_env(self.drain_on, peer.group, peer.rank)
+            self._parts.leaving.configure_from_env(self.drain, peer.group, peer.rank)
             self._at_exit = ShutDownAtExit(self)
             undo.pop_all()
 
@@ -236,7 +236,7 @@ class ManagerFFT(TorchftInterface):
         """
         model = unwrapped(model)
         torch_ddp.refuse_unfit(model)
-        self._parts.paradigm.refuse_sync()
+        self._parts.features.use(Feature.SYNC_GRADIENTS)
         reducers, own = self._parts.reducers, set(model.parameters())
         if any(own.issubset(reducer.parameters()) for reducer in reducers):
             raise FftError(
@@ -305,6 +305,7 @@ class ManagerFFT(TorchftInterface):
 
         A veto is called before ``on_nonfinite`` applies. If it raises, the exception propagates.
         """
+        self._parts.features.use(Feature.VETO)
         if self._parts.job.engine is not None:
             raise FftError("call manager.veto() before the first step, on all ranks alike")
         self._parts.results.vetoes.append(function)
@@ -447,6 +448,7 @@ class ManagerFFT(TorchftInterface):
             self.sync_gradients(module, bucket_cap_mb, find_unused_parameters=unused)
             return self._parts.reducers[-1]
 
+        self._parts.features.use(Feature.PIPELINE_SCHEDULE)
         self._parts.paradigm.register_pipeline(schedule, averaged)
 
     def shard_mesh(self) -> DeviceMesh:
@@ -500,16 +502,7 @@ class ManagerFFT(TorchftInterface):
                 )
         return groups.mesh(layout)
 
-    def transactions(
-        self,
-        loader: Any,
-        max_steps: int | None = None,
-        replay_only: bool = False,
-        *,
-        identify: Identify | None = None,
-        sharded: Sharded | None = None,
-        global_batch: int | None = None,
-    ) -> Iterator[Transaction]:
+    def transactions(self, loader: Any, max_steps: int | None = None) -> Iterator[Transaction]:
         """Yield transactions until the job has finished or this group has drained.
 
         After a rollback the next transaction repeats the step. It has the same batch, unless the
@@ -518,39 +511,28 @@ class ManagerFFT(TorchftInterface):
         Args:
             loader: ``fft.CursorLoader``, ``fft.StreamLoader`` (their workers end with this
                 iterator), a sequence of batches, a ``fft.DataSource`` of yours, or any loader with
-                ``state_dict``/``load_state_dict``, which every rank draws in full.
+                ``state_dict``/``load_state_dict``, which every rank draws in full. ``fft.Loader``
+                adds settings to a loader, for example for one over a shard of the data.
             max_steps: end the job after this many committed steps.
-            replay_only: accept any iterable; no group can join later, and the run cannot be
-                resumed.
-            identify: function that returns the identity of a batch, such as its sample ids. FFT
-                compares the identities, instead of the contents, between the ranks that draw the
-                same items. For loaders with random augmentation. The trace contains the ids.
-            sharded: ``"group"``: each group passes a stateful loader over its own shard of the
-                data, from which each of its ranks takes its item. ``"rank"``: each rank passes a
-                loader over its own shard; ranks that share a batch by `mesh` pass equal loaders.
-                None: all ranks pass a loader over the whole data.
-            global_batch: number of samples in each step, on all groups together, whatever their
-                number: a multiple of the samples in one batch of each rank of a group. The step
-                function loops over ``txn.batches``. None: each group takes one batch for each of
-                its ranks, so a step has fewer samples while a group is away.
 
         Raises:
-            DataError: ``loader`` could not be restored, or cannot make up ``global_batch``.
+            DataError: ``loader`` could not be restored, or cannot make up its ``global_batch``.
             UnequalData: ranks that must draw the same items have drawn different ones.
             FftError: a registered model averages its gradients in a way that FFT does not support,
                 or a pipeline's schedule is not registered.
         """
+        data = settings_of(loader)
         for wrapper in torch_ddp.wrappers_around(self._parts.state.models):
             self._take_over(wrapper)
         self._parts.paradigm.refuse_unregistered()
-        self._parts.loop.fix_batch(loader, global_batch, sharded)
-        return self._parts.loop.run(loader, max_steps, replay_only, identify, sharded)
+        self._parts.loop.use_data(data)
+        return self._parts.loop.run(data, max_steps)
 
     def live(self) -> LiveBlock:
         """Return a block that all members of the job finish, or that fails on all of them.
 
         ``with manager.live() as members:`` waits until every member has entered, and gives each of
-        them the same list: one ``fft.Peer`` for each process, ordered by group and rank. At its end
+        them the same list: one `Peer` for each process, ordered by group and rank. At its end
         it waits for the work queued on devices, and until every member has finished. Enter it
         between two transactions, on all processes, always in the same order. FFT restores nothing
         after a failure except its own state.
@@ -579,20 +561,36 @@ class ManagerFFT(TorchftInterface):
         """Report progress. Call it in long stretches of Python code that issue no reduction."""
         self._parts.watchers.ping()
 
-    def drain(self, within: float | None = None, reason: str = "asked to") -> None:
+    def drain(
+        self,
+        within: float | None = None,
+        reason: str = "asked to",
+        *,
+        on: signal.Signals | NoticeSource | None = None,
+    ) -> None:
         """Leave the job with the next commit. It may be called from any thread or a signal handler.
 
         Args:
-            within: deadline, in seconds from now. If there is no commit until ``drain_margin``
-                before it (see ``fft config``), this participant logs and traces what it waits for,
-                and leaves without a commit; the other groups repeat the attempt. A second call can
-                only bring the deadline forward.
+            within: deadline, in seconds from now, or from the signal. If there is no commit until
+                ``drain_margin`` before it (see ``fft config``), this participant logs and traces
+                what it waits for, and leaves without a commit; the other groups repeat the attempt.
+                A second call can only bring the deadline forward.
             reason: text for logs and traces.
+            on: when to drain, instead of now: a signal (on the main thread only; an existing
+                handler is still called), or an object with ``poll``, such as ``fft.FileNotice`` and
+                ``fft.HttpNotice``, whose notices have their own deadlines and reasons. A thread of
+                FFT polls it once a second.
 
         Raises:
             ConfigError: ``within`` is not a positive finite number.
         """
-        self._parts.leaving.drain(within, reason)
+        leaving = self._parts.leaving
+        if on is None:
+            leaving.drain(within, reason)
+        elif isinstance(on, int):
+            leaving.on_signal(self.drain, on, within)
+        else:
+            leaving.on_notice(self.drain, on)
 
     def stop(self) -> None:
         """End the job after the newest commit, for early stopping.
@@ -608,25 +606,6 @@ class ManagerFFT(TorchftInterface):
         """
         self._parts.loop.stop()
 
-    def drain_on(
-        self,
-        source: signal.Signals | NoticeSource,
-        within: float | None = None,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        """Drain when this process receives a signal, or when a notice source announces its end.
-
-        Args:
-            source: a signal (on the main thread only; an existing handler is still called), or an
-                object with ``poll``, such as ``fft.FileNotice`` and ``fft.HttpNotice``.
-            within: deadline of a signal, in seconds; the notices of a source contain their own.
-            interval_s: seconds between two polls of a source, on a separate thread.
-        """
-        if isinstance(source, int):
-            self._parts.leaving.on_signal(self.drain, source, within)
-        else:
-            self._parts.leaving.on_notice(self.drain, source, interval_s)
-
     @property
     def is_writer(self) -> bool:
         """Whether this rank writes the output that the job writes once: log lines, exports, files.
@@ -638,17 +617,6 @@ class ManagerFFT(TorchftInterface):
         first stage in a pipeline. An ``async`` job may have several writers at once.
         """
         return self._torchft.group_rank == 0 and self.participating_rank() == 0
-
-    @property
-    def asked_to_leave(self) -> bool:
-        """Whether this process was asked to leave: by a call, a notice, a signal or its end."""
-        return self._parts.leaving.is_asked
-
-    @property
-    def drained(self) -> bool:
-        """Whether this participant has left for good."""
-        local = self._parts.job.local
-        return local is not None and local.role == "terminal"
 
     def digest(self) -> str:
         """Digest of this rank's parameters, optimizer state and buffers."""

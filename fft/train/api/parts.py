@@ -38,6 +38,7 @@ from fft.bus.addresses import (
     with_job_of,
 )
 from fft.bus.base import HEAD
+from fft.checkpoints.plan import MemoryPlan
 from fft.engine.calls import Buses
 from fft.engine.loop import Engine
 from fft.errors import ConfigError, FftError, NoState
@@ -56,10 +57,11 @@ from fft.trace.starts import folder_of
 from fft.trace.writer import TraceWriter, header
 from fft.train.api.torchft_diloco import refuse_dropping
 from fft.train.checkpoint.checkpointer import Checkpointer
+from fft.train.checkpoint.memory import MemoryCopies
 from fft.train.gradients.reducer import Reducers
 from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.watchers import Watchers
-from fft.train.paradigms.selection import paradigm_of, refuse_ranks, scope_of
+from fft.train.paradigms.selection import features_of, paradigm_of, scope_of
 from fft.train.process_groups.epoch_groups import EpochGroups
 from fft.train.session.error_reports import QuietLogger
 from fft.train.session.participation import Participation
@@ -112,7 +114,7 @@ class Parts(RankContext):
             undo: Receives a callback for each component that owns resources. The caller runs the
                 callbacks if a later component fails to construct.
         """
-        refuse_ranks(settings.spec, manager._torchft.group_world_size)
+        features = features_of(settings, manager)
         limits = settings.timeout_table(manager)
         operation_s = limits["bus_operation"].seconds
         start = enter(settings.bus_url, settings.token, operation_s)
@@ -125,9 +127,9 @@ class Parts(RankContext):
         trace = TraceWriter(scope.traces(traces), peer)
         undo.callback(trace.close)
         job, watchers = Participation(peer, bus, trace), Watchers()
-        store = store_address(manager, settings.bus_url)
+        home = store_address(manager, settings.bus_url)
         is_replacement, address = settings.is_replacement, own_address(settings.bus_url)
-        groups = EpochGroups(manager, peer, store, pg, shard_pg, is_replacement, address)
+        groups = EpochGroups(manager, peer, home, pg, shard_pg, is_replacement, address)
         injector = make_injector(job, groups)
         self.commands = OperatorCommands(job, injector)
         txn = OpenTxn()
@@ -137,12 +139,15 @@ class Parts(RankContext):
         state = RankState(manager, injector, settings)
         results = ResultJudge(job, groups, reductions.recomputation, nonfinite)
         own = scope, job, watchers, groups, state, txn, reductions, Reducers(), results, injector
-        super().__init__(manager, settings, limits, *own)
+        super().__init__(manager, settings, features, limits, *own)
         self.paradigm = self.state.paradigm = paradigm_of(self)
-        reductions.recomputation.refuse(settings.spec.name, self.paradigm.steps_together)
+        reductions.recomputation.is_supported = self.paradigm.steps_together
         self.checkpointer: Checkpointer | None = None
+        self.memory: MemoryCopies | None = None
         if settings.checkpoint is not None:
             self.checkpointer = self.state.checkpoints = Checkpointer(settings.checkpoint, self)
+        if (plan := MemoryPlan.from_env()) is not None:
+            self.memory = self.state.checkpoints = MemoryCopies(plan, self, self.checkpointer)
         self.leaving = Leaving(
             self.job, self.watchers, EngineHost(self), limits["drain_margin"].seconds
         )
@@ -191,8 +196,10 @@ class Parts(RankContext):
         self.paradigm.close()
         self.leaving.close()
         self.state.close_source()
-        if self.checkpointer is not None:
-            with self.watchers.waiting():
+        with self.watchers.waiting():
+            if self.memory is not None:
+                self.memory.close()
+            if self.checkpointer is not None:
                 self.checkpointer.close(serves=not _is_failing())
         self.watchers.end_reports()
         self.commands.close()
@@ -344,19 +351,16 @@ def join(parts: Parts) -> Engine:
     job.trace.write("header", header(scope.spec, config, local, **more))
     limit_s = parts.limits["quorum"].seconds
     wait_for_donor(job, settings, limit_s, lambda: parts.leaving.is_asked)
-    if parts.checkpointer is not None:
-        parts.checkpointer.joined()
+    parts.state.checkpoints.joined()
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
-    if config.world > 1:
-        job.open_group_bus(config.store, settings.token, parts.limits["bus_operation"].seconds)
     monitor = monitor_config(parts.limits) if settings.monitor else None
     watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
     atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,
         local,
-        Buses(scope.bus, job.bus, job.group_bus),
+        Buses(scope.bus, job.bus),
         job.trace,
         EngineHost(parts),
         scope.others,
@@ -376,22 +380,15 @@ def join(parts: Parts) -> Engine:
     return engine
 
 
-def _refuse_rules(parts: Parts) -> None:
-    """Raise FftError if no epoch of this job could satisfy ``ManagerConfig.active``."""
-    if not (rules := parts.settings.config.active):
-        return
-    parts.paradigm.refuse_unless_lockstep("ManagerConfig(active=…)")
-    most, least = at_most(rules), parts.manager._torchft.min_replica_size
+def _refuse_unfit(parts: Parts) -> None:
+    """Raise FftError if the registered state cannot be trained. Called when it is complete."""
+    most = at_most(parts.settings.config.active)
+    least = parts.manager._torchft.min_replica_size
     if most is not None and most < least:
         raise ConfigError(
             f"ManagerConfig(active=…): max_active({most}) is less than min_replica_size={least}, "
             "so no step could be made; change one of them"
         )
-
-
-def _refuse_unfit(parts: Parts) -> None:
-    """Raise FftError if the registered state cannot be trained. Called when it is complete."""
-    _refuse_rules(parts)
     if (step := parts.state.registered_state) is not None:
         parts.state.refuse_unfit()
         parts.groups.refuse_foreign(parts.state.models, step.optimizer_tensors())
@@ -435,6 +432,8 @@ def _config(parts: Parts) -> Config:
     return Config(
         me=parts.job.peer,
         store=parts.groups.store,
+        spans_hosts="FFT_GROUP_STORE" in os.environ,
+        home="" if parts.groups.home == parts.groups.store else parts.groups.home,
         transport=_transport(parts.manager, settings.bus_url),
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -24,6 +24,7 @@ from fft.train.api.parts import Parts
 from fft.train.api.torchft_diloco import refuse_dropping
 from fft.train.guard.torchft_adapter import TorchftAdapter
 from fft.train.guard.unsafe_places import guarded
+from fft.train.limits import Feature
 from fft.train.session.error_reports import Reported
 from fft.train.step.attempt import Limit
 
@@ -70,8 +71,7 @@ class TorchftInterface(Manager):  # type: ignore[misc]
             FftError: the last vote is undecided: call ``should_commit()`` again.
         """
         attempt, txn = self._parts.attempt, self._parts.txn
-        self._parts.paradigm.refuse_torchft_loop()
-        self._parts.results.refuse_torchft_loop()
+        self._parts.features.use(Feature.TORCHFT_LOOP)
         limit = None if timeout is None else Limit("start_quorum", timeout)
         if txn.plan is not None and txn.voted != "skip":
             txn.refuse_in_doubt("start_quorum()")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,9 +27,8 @@ from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import GroupEntry, Record, UnreadableMessage
 from fft.protocol.state import leavers, staying
-from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN
 from fft.train.checkpoint.contents import Copies, Snapshot
-from fft.train.checkpoint.loading import Loader, refuse_at_once
+from fft.train.checkpoint.loading import CheckpointLoader, refuse_at_once
 from fft.train.checkpoint.writer import NAME, RankWriter, WriteAttempt, WriterContext, Writers
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, report_skipped
 from fft.train.session.rank_context import RankContext
@@ -40,12 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Pending(NamedTuple):
-    """A checkpoint that is due but whose copy has not been started."""
+    """A state whose copy has not been started."""
 
-    attempt: WriteAttempt | None
-    """The attempt, or None if the stage has ended and takes part in later checkpoints only."""
-    work: Callable[[], None]
-    """Starts the copy, or the equivalent work of a stage that has ended."""
+    named: Named | None
+    """The due checkpoint, or None if the stage has ended and takes part in later ones only."""
+    record: Record
+    """The commit record of the state."""
+    epoch: Record
 
 
 class Checkpointer(CheckpointHooks):
@@ -60,9 +59,10 @@ class Checkpointer(CheckpointHooks):
         """
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
-        refuse_at_once(plan, self.checkpoints, rank.scope)
         self._rank, self._job, self._state = rank, rank.job, rank.state
-        self._loader = Loader(plan, self.checkpoints, rank)
+        source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
+        refuse_at_once(plan, source, rank.scope)
+        self.loader = CheckpointLoader(plan, source, rank)
         self._copies = Copies(rank.state)
         self._due: CheckpointSchedule = rank.state.paradigm.schedule(plan, self._is_writing)
         peer, tell = rank.job.peer, rank.job.report_checkpoint
@@ -78,15 +78,13 @@ class Checkpointer(CheckpointHooks):
         """The thread that serves later checkpoints after this stage has ended."""
         self._has_ended = False
         """Whether this rank has received the last commit."""
-        self._is_too_often = False
-        """Whether the warning about overlapping checkpoints has been logged."""
 
     def _is_writing(self) -> bool:
         return self._writers.is_writing
 
     def resume(self) -> None:
-        """See `Loader.resume`."""
-        self._loader.resume()
+        """See `CheckpointLoader.resume`."""
+        self.loader.resume()
 
     def joined(self) -> None:
         """Mark the store as in use, and trace the checkpoint that the job resumed from.
@@ -98,14 +96,16 @@ class Checkpointer(CheckpointHooks):
         except OSError as error:
             place = self.checkpoints.store.url
             logger.warning("others cannot see that this process writes at %s: %s", place, error)
-        self._loader.trace()
+        self.loader.trace()
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Announce a checkpoint for this txn if this rank announces checkpoints and one is due."""
-        self._due.before_vote(plan, last, skip)
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """See `CheckpointSchedule.asks`."""
+        return self._due.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Schedule the checkpoint that is due at ``record``, if any.
+
+        A stage that has ended is scheduled too, because it takes part in later checkpoints.
 
         Args:
             record: The commit record that corresponds to the current state.
@@ -114,24 +114,20 @@ class Checkpointer(CheckpointHooks):
         if epoch is None or epoch.epoch != record.epoch:
             return  # the job has continued without this rank
         named, self._has_ended = self._due.due(record, epoch), record.last
-        is_missed = named is not None and named.is_missed
-        if record.last and self._due.outlives:
-            kept = None if is_missed else named
-            work = partial(self._serve_after_end, kept, record, epoch)
-            attempt = None if kept is None else self._attempt(kept, record, epoch)
-            self._pending = _Pending(attempt, work)
-            if not is_missed:
-                return
-        if named is None:
-            return
-        attempt = self._attempt(named, record, epoch)
-        self._decline_for_absent(attempt)
-        if is_missed:
-            self._leave_out(attempt, "no commit of this stage has come to its place in the data")
-        elif not record.last and self._writers.is_writing:
-            self._leave_out(attempt, "the one before is still being written", too_often=True)
-        else:
-            self._pending = _Pending(attempt, partial(self._begin, attempt))
+        if named is not None:
+            attempt = self._attempt(named, record, epoch)
+            self._decline_for_absent(attempt)
+            if named.is_missed:
+                self._leave_out(
+                    attempt, "no commit of this stage has come to its place in the data"
+                )
+                named = None
+            elif not record.last and self._writers.is_writing:
+                self._due.skip_too_often(named.step)
+                self._writers.decline(attempt)
+                named = None
+        if named is not None or (record.last and self._due.outlives):
+            self._pending = _Pending(named, record, epoch)
 
     def take(self) -> None:
         """Start the checkpoint that is due, if any.
@@ -140,7 +136,7 @@ class Checkpointer(CheckpointHooks):
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.work()
+            self._begin(*pending)
 
     def ended(self) -> None:
         """Take the last checkpoint of a stage that has ended.
@@ -148,19 +144,38 @@ class Checkpointer(CheckpointHooks):
         A stage may end without a commit marked as last: it may have resumed from a checkpoint
         taken at its end, or have skipped its last txn.
         """
+        if (newest := self._newest_state()) is not None:
+            named = self._due.ended(*newest)
+            if named is not None or self._due.outlives:
+                self._begin(named, *newest)
+
+    def left(self) -> None:
+        """Take a checkpoint of the newest commit if this rank left after it and no group stays.
+
+        If the last groups leave with a commit, that commit already has a checkpoint. Otherwise each
+        leaving group takes its own checkpoint, because the other groups may have died.
+        """
+        newest, local, peer = self._newest_state(), self._job.local, self._job.peer
+        if newest is None or local is None or peer.group in leavers(local) or staying(local, peer):
+            return  # others continue
+        record, epoch = newest
+        if (named := self._due.left_alone(record)) is not None:
+            self._has_ended = True
+            self._begin(named, record, replace(epoch, members=(GroupEntry(peer.group, "", ()),)))
+
+    def _newest_state(self) -> tuple[Record, Record] | None:
+        """Return the record and the epoch of this rank's state if no commit was marked as last.
+
+        Returns:
+            None if there was such a commit, or if the job has a newer state.
+        """
         self.take()
         at, local = self._state.position, self._job.local
-        if self._has_ended or at is None or local is None or local.epoch is None:
-            return
-        if local.head is None or at.lineage != local.head.lineage:
-            return  # this rank's state diverges from the job's lineage
-        self.before_change()  # a copy in progress counts as delivered only after this
-        record, epoch = replace(at, last=True), local.epoch
-        named = self._due.ended(record, epoch)
-        if self._due.outlives:
-            self._serve_after_end(None, record, epoch)
-        elif named is not None:
-            self._begin(self._attempt(named, record, epoch))
+        if self._has_ended or at is None or local is None:
+            return None
+        if local.epoch is None or local.head is None or at.lineage != local.head.lineage:
+            return None
+        return replace(at, last=True), local.epoch
 
     def before_change(self) -> None:
         """Finish the copy, because the committed state is about to change."""
@@ -176,9 +191,9 @@ class Checkpointer(CheckpointHooks):
         """
         self.before_change()
         pending, self._pending = self._pending, None
-        if pending is not None and pending.attempt is not None:
-            why = "the script has ended with an error after that commit"
-            self._leave_out(pending.attempt, why)
+        if pending is not None and pending.named is not None:
+            attempt = self._attempt(pending.named, pending.record, pending.epoch)
+            self._leave_out(attempt, "the script has ended with an error after that commit")
         self._context.closing.set()
         if not serves:
             self._failing.set()
@@ -186,26 +201,6 @@ class Checkpointer(CheckpointHooks):
             self._serving_thread.join()  # this thread has its own timeouts
         self._writers.close()
         self._at_work.close()
-
-    def left(self) -> None:
-        """Take a checkpoint of the newest commit if this rank left after it and no group stays.
-
-        If the last groups leave with a commit, that commit already has a checkpoint. Otherwise each
-        leaving group takes its own checkpoint, because the other groups may have died.
-        """
-        self.take()
-        at, local = self._state.position, self._job.local
-        if self._has_ended or at is None or local is None or local.head is None:
-            return
-        left = self._job.peer.group in leavers(local) or bool(staying(local, self._job.peer))
-        if left or local.epoch is None or at.lineage != local.head.lineage:
-            return  # others continue, or this rank does not hold the newest state
-        record = replace(at, last=True)
-        if (named := self._due.left_alone(record)) is not None:
-            self._has_ended = True
-            self.before_change()
-            alone = replace(local.epoch, members=(GroupEntry(self._job.peer.group, "", ()),))
-            self._begin(self._attempt(named, record, alone))
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> WriteAttempt:
         rank, spec = self._rank, self._rank.settings.spec
@@ -217,17 +212,14 @@ class Checkpointer(CheckpointHooks):
             rank.scope.by_rank,
             spec.name,
             spec.digest(),
-            self._loader.origin,
+            self.loader.origin,
             rank.settings.expected_groups,
             rank.groups.mesh_text,
             rank.state.paradigm.items_per_step,
         )
 
-    def _leave_out(self, attempt: WriteAttempt, why: str, too_often: bool = False) -> None:
-        if too_often and not self._is_too_often:
-            self._is_too_often = True
-            logger.warning("%s: %s", self.checkpoints.store.url, ABOUT_TOO_OFTEN)
-        report_skipped(self._job.report_checkpoint, attempt.named.step, why, too_often)
+    def _leave_out(self, attempt: WriteAttempt, why: str) -> None:
+        report_skipped(self._job.report_checkpoint, attempt.named.step, why)
         self._writers.decline(attempt)
 
     def _decline_for_absent(self, attempt: WriteAttempt) -> None:
@@ -238,17 +230,33 @@ class Checkpointer(CheckpointHooks):
         for group in self._due.absent(attempt.named, attempt.epoch):
             self._writers.decline(attempt, group)
 
-    def _begin(self, attempt: WriteAttempt) -> None:
-        if attempt.record.last:  # no rank waits for this thread any longer
+    def _begin(self, named: Named | None, record: Record, epoch: Record) -> None:
+        """Copy and write the state after ``record``.
+
+        Args:
+            named: The checkpoint, or None if the state is only part of later ones.
+            record: The commit record. The last state of a stage that has ended is part of all
+                further checkpoints.
+            epoch: The epoch record of that commit.
+        """
+        serves, group = record.last and self._due.outlives, self._job.peer.group
+        attempt = self._attempt(named or Named("", record.step, group), record, epoch)
+        if record.last:  # no rank waits for this thread any longer
             self._await_delivery()
-        snapshot = self._copy_of(attempt, self._job.peer.group == attempt.named.writer)
+        snapshot = self._copy_of(attempt, serves or group == attempt.named.writer)
         if snapshot is None:
-            self._writers.decline(attempt)
+            if named is not None:
+                self._writers.decline(attempt)
+        elif serves:
+            work = partial(self._serve, named and attempt, record, epoch, snapshot)
+            self._serving_thread = threading.Thread(target=work, name=NAME, daemon=True)
+            self._serving_thread.start()
         else:
             self._writers.write(attempt, snapshot)
 
     def _await_delivery(self) -> None:
         """Wait until this rank's earlier checkpoints are written and their memory is free."""
+        self.before_change()  # a copy in progress counts as delivered only after this
         if not self._writers.await_delivery():
             self._copies.leave_memory()
 
@@ -266,31 +274,21 @@ class Checkpointer(CheckpointHooks):
         self._job.note("checkpoint_begun", {"step": step, "stall_ms": stall_ms})
         return snapshot
 
-    def _serve_after_end(self, named: Named | None, record: Record, epoch: Record) -> None:
-        """Copy the last state of this stage and serve it to all further checkpoints.
+    def _serve(
+        self, attempt: WriteAttempt | None, record: Record, epoch: Record, snapshot: Snapshot
+    ) -> None:
+        """Write the last state of this stage to ``attempt`` and to all further checkpoints.
 
-        Args:
-            named: The checkpoint at the end of this stage, or None.
-            record: The commit record at which this stage has ended.
-            epoch: The epoch record of that commit.
+        It runs on a separate thread.
         """
-        self._await_delivery()
-        own = Named("", record.step, self._job.peer.group)
-        snapshot = self._copy_of(self._attempt(named or own, record, epoch), shared=True)
-        if snapshot is None:
-            return
-
-        def work() -> None:
-            snapshot.copy()  # before waiting for later checkpoints, which may take long
-            later = self._due.after_end(self._failing)
-            try:
-                for each in later if named is None else (named, *later):
-                    attempt = self._attempt(each, record, epoch)
-                    self._decline_for_absent(attempt)
-                    RankWriter(self._context, attempt, snapshot).run()
-            except (BusError, UnreadableMessage, ValueError) as error:
-                text = "checkpoints of the stages that go on will lack this one: %s"
-                logger.warning(text, error)
-
-        self._serving_thread = threading.Thread(target=work, name=NAME, daemon=True)
-        self._serving_thread.start()
+        snapshot.copy()  # before waiting for later checkpoints, which may take long
+        if attempt is not None:
+            RankWriter(self._context, attempt, snapshot).run()
+        try:
+            for each in self._due.after_end(self._failing):
+                attempt = self._attempt(each, record, epoch)
+                self._decline_for_absent(attempt)
+                RankWriter(self._context, attempt, snapshot).run()
+        except (BusError, UnreadableMessage, ValueError) as error:
+            text = "checkpoints of the stages that go on will lack this one: %s"
+            logger.warning(text, error)

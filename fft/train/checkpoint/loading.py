@@ -32,7 +32,7 @@ from fft.checkpoints.files import (
     life_of,
     name_of,
 )
-from fft.checkpoints.plan import Checkpointing
+from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
 from fft.trace.inputs import RESTORED
@@ -70,7 +70,7 @@ class Loaded:
     """Slice and version of each restored entry for the next stage."""
 
 
-class Loader:
+class CheckpointLoader:
     """Loads a checkpoint for one rank, on the main thread.
 
     Attributes:
@@ -106,7 +106,7 @@ class Loader:
         seconds = time.monotonic() - began
         told = {"step": found.at.step, "lineage": found.at.lineage, "as": found.lineage}
         told |= {"place": self._checkpoints.store.url, "seconds": round(seconds, 3)}
-        told["attempt"] = manifest.attempt
+        told |= {"attempt": manifest.attempt, **self._tier(manifest)}
         entries = [{"slice": number, "version": version} for number, version in found.entries]
         self._notes = [("resumed", told), *((RESTORED, entry) for entry in entries)]
         logger.info("resumed from the checkpoint of step %d, in %.1f s", manifest.step, seconds)
@@ -122,6 +122,14 @@ class Loader:
                 __version__,
                 spec,
             )
+
+    def _tier(self, manifest: Manifest) -> dict[str, Any]:
+        """Return which kind of place the state is from, and why copies in memory are not used."""
+        url, memory = self._checkpoints.store.url, MemoryPlan.from_env()
+        if memory is not None and memory.resume == manifest.step:
+            return {"tier": "memory", "unused": memory.unused}
+        tier = "store" if "://" in url else "disk"
+        return {"tier": tier, "unused": () if memory is None else memory.unused}
 
     def trace(self) -> None:
         """Trace the checkpoint that the job resumed from; the trace must have its header."""

@@ -103,15 +103,7 @@ class WriteAttempt:
     @property
     def at(self) -> Scope:
         """Position of the scope after the commit."""
-        record = self.record
-        returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
-        return Scope(
-            step=record.step,
-            lineage=record.lineage,
-            batches=record.batches,
-            cursor=record.cursor,
-            returned=tuple(returned),
-        )
+        return position_of(self.record)
 
     @property
     def gives(self) -> range:
@@ -122,6 +114,18 @@ class WriteAttempt:
         """
         cursor, most = self.record.cursor, max(len(self.groups), self.most)
         return range(0 if self.record.last else max(0, cursor - most), cursor)
+
+
+def position_of(record: Record) -> Scope:
+    """Return the position of a scope after the commit ``record``."""
+    returned = sorted((*record.returned, *(lease.slice for lease in record.leases)))
+    return Scope(
+        step=record.step,
+        lineage=record.lineage,
+        batches=record.batches,
+        cursor=record.cursor,
+        returned=tuple(returned),
+    )
 
 
 @dataclass(frozen=True)
@@ -348,9 +352,9 @@ class RankWriter:
             self._deliver_and_publish(told, began)
         except (OSError, FftError, RuntimeError) as error:
             self.is_over = True
-            self.has_delivered.set()
             cause = self._or_passed(error)
-            self._tell(cause, told)
+            self._tell(cause, told)  # before the next checkpoint, which may wait for this one
+            self.has_delivered.set()
             if self._publishes:
                 is_passed = isinstance(cause, Passed)
                 self._gathering.clear(time.monotonic() - began, is_passed)

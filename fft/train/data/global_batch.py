@@ -40,7 +40,7 @@ def slices_of(loader: Any, global_batch: int, takers: int, groups: int) -> int:
     Raises:
         DataError: Batches of ``loader`` do not make up such a step.
     """
-    call, each = f"transactions(loader, global_batch={global_batch})", samples_in(loader)
+    call, each = f"global_batch={global_batch}", samples_in(loader)
     if each is None:
         raise DataError(
             f"{call}: {named(loader)} does not state the number of samples in a batch; pass an "

@@ -169,8 +169,8 @@ class _Loader(Identified):
         self._died_at: int | None = None
         """The item that was due when a worker died, until it is taken. Items ahead wait until then,
         so that a further death is that item's."""
-        self._fingerprint: tuple[Identify | None, str] | None = None
-        """The digest of the settings and the probe, with the ``identify`` that it was made with."""
+        self._fingerprint: str | None = None
+        """The digest of the settings and the probe."""
 
     @property
     def _name(self) -> str:
@@ -330,11 +330,10 @@ class _Loader(Identified):
         A rank reads only its own items, so the items of two ranks cannot be compared. The part is
         the same on every rank.
         """
-        if self._fingerprint is None or self._fingerprint[0] is not self.identify:
+        if self._fingerprint is None:
             identity = sorted(self._identity.items())
-            digest = digest_of((self._name, identity, self._probe()))
-            self._fingerprint = self.identify, digest
-        return self._fingerprint[1]
+            self._fingerprint = digest_of((self._name, identity, self._probe()))
+        return self._fingerprint
 
     def _probe(self) -> str | None:
         """Return a digest of a part of the data that all ranks can read, or None."""
@@ -382,6 +381,9 @@ class CursorLoader(_Loader):
             Ignored if ``sampler`` or ``order`` is given.
         drop_last: Drop the last item of a data epoch if it is incomplete. Ignored if
             ``batch_size`` is None.
+        micro_batches: Number of batches in an item, which is then a list; None for one batch.
+        identify: See `fft.Loader`.
+        global_batch: See `fft.Loader`.
         options: torch's ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``pin_memory_device``, ``worker_init_fn``, ``multiprocessing_context`` and ``timeout``,
             with the same meaning. ``persistent_workers`` is accepted and has no effect: workers
@@ -409,6 +411,8 @@ class CursorLoader(_Loader):
         sampler: Any | None = None,
         order: Callable[[int], Any] | None = None,
         micro_batches: int | None = None,
+        identify: Identify | None = None,
+        global_batch: int | None = None,
         **options: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset):
@@ -441,6 +445,7 @@ class CursorLoader(_Loader):
         self.indices = made.samples
         """Function from an item number to sample indexes."""
         self.drop_last, self.micro_batches = drop_last, micro_batches
+        self.identify, self.global_batch = identify, global_batch
         super().__init__(data, seed, made.samples, items, identity, options)
 
     def fingerprint(self, first: int, count: int) -> str | None:
@@ -484,6 +489,7 @@ class StreamLoader(_Loader):
             is opened.
         items: Number of items on all ranks together, or None if the stream never ends.
         seed: Seed of the global generators while an item is read; equal on all ranks.
+        identify: See `fft.Loader`.
         options: The options of `CursorLoader`.
 
     Raises:
@@ -496,6 +502,8 @@ class StreamLoader(_Loader):
         open: Callable[[int, int], Any],
         items: int | None = None,
         seed: int = 0,
+        *,
+        identify: Identify | None = None,
         **options: Any,
     ) -> None:
         if not callable(open):
@@ -504,6 +512,7 @@ class StreamLoader(_Loader):
                 f"{named(open)}; pass a function that returns an iterable of batches"
             )
         identity = {"items": items, "seed": seed}
+        self.identify = identify
         super().__init__(Substreams(open), seed, lambda _: None, items, identity, options)
 
     def _probe(self) -> str | None:
@@ -527,7 +536,7 @@ class StreamLoader(_Loader):
                 f"{self._name}: item 1 of open_stream(0, 1) differs from that of open_stream(1, 1),"
                 " so groups would draw some batches twice and others never. Let item n depend on n "
                 "alone: shuffle by a generator with a seed of your own, not by the global one. If "
-                "only its augmentation is random, pass transactions(loader, identify=…)"
+                "only its augmentation is random, pass identify= to fft.StreamLoader"
             )
         return one
 

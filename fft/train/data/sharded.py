@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,13 +24,12 @@ from fft.errors import BusError, DataError
 from fft.messages.effects import StartTxn
 from fft.train.data.batch_copy import copied
 from fft.train.data.retries import is_ahead, retried
-from fft.train.data.source import DataSource, Due, Identify, StreamSource, named
+from fft.train.data.source import Due, Identify, Sharded, StreamSource, named
 from fft.train.data.step_input import SHARDED, StepInput
 from fft.train.state.plain_state import plain
 
 logger = logging.getLogger(__name__)
 
-Sharded = Literal["group", "rank"]
 PUBLISH_S = 1.0
 """Minimum time between two publications of a state, in seconds."""
 LONGEST_STATE = 4 * 1024 * 1024
@@ -65,9 +64,6 @@ class ShardedSource:
         ranks: Number of different items that the ranks of a group take.
         shelf: The place where states are published.
         identify: The function for `StreamSource`.
-
-    Raises:
-        DataError: ``loader`` has no state, or divides the data by itself.
     """
 
     in_any_order = False
@@ -82,7 +78,6 @@ class ShardedSource:
         shelf: ShardStateStore,
         identify: Identify | None = None,
     ) -> None:
-        _refuse_unfit(loader, kind)
         self.kind, self.shard = kind, group if kind == "group" else f"{group}/{rank}"
         self.positions: dict[str, int] = {}
         """Number of slices that each group has consumed."""
@@ -288,7 +283,7 @@ class ShardedSource:
         theirs = f"sharded={state['sharded']!r}" if is_sharded else "a loader that is not sharded"
         if not is_sharded or state["sharded"] != self.kind:
             raise DataError(
-                f"transactions() was given sharded={self.kind!r}, and the state comes from "
+                f"the loader has sharded={self.kind!r}, and the state comes from "
                 f"{theirs}; pass the loader and the sharded= of the job that wrote the state"
             )
         if state["ranks"] != self._ranks:
@@ -378,19 +373,3 @@ def _key(shard: str) -> str:
 
 def _end_key(shard: str) -> str:
     return f"shard-end/{shard}"
-
-
-def _refuse_unfit(loader: Any, kind: object) -> None:
-    if kind not in ("group", "rank"):
-        raise DataError(f"sharded={kind!r}: expected 'group' or 'rank'")
-    if isinstance(loader, DataSource):
-        raise DataError(
-            f"{named(loader)} with sharded={kind!r}: it divides the data among the groups itself. "
-            "Pass the whole data, and remove sharded="
-        )
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        raise DataError(
-            f"{named(loader)} with sharded={kind!r} has no state_dict and load_state_dict: a "
-            "group that returns could not continue its shard. Pass a stateful loader, such as "
-            "torchdata's StatefulDataLoader, or fft.StreamLoader over the whole data"
-        )

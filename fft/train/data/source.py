@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from fft.errors import DataError, FftError, UnequalData
 from fft.messages.effects import StartTxn
@@ -34,13 +34,16 @@ from fft.util.files import refuse_long_temp_dir
 
 logger = logging.getLogger(__name__)
 
+Sharded = Literal["group", "rank"]
 Identify = Callable[[Any], Any]
 """Function that maps a batch to its identity, such as its sample ids."""
 ORDER_FIX = (
     "pass a loader whose state restores the order, such as fft.CursorLoader or fft.StreamLoader, "
     "to transactions()"
 )
-AUGMENTATION_FIX = "pass identify=lambda batch: <the ids in it>, which is then compared instead"
+AUGMENTATION_FIX = (
+    "pass fft.Loader(loader, identify=lambda batch: <its ids>), which FFT then compares"
+)
 BATCHES_AS_ORDER = "sampler=batch_sampler"
 OPEN_STREAM = (
     "fft.StreamLoader(open_stream), where open_stream(first, stride) returns every stride-th batch "
@@ -121,6 +124,70 @@ class DataSource(Protocol):
 class _Stateful(Protocol):
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Loader:
+    """A loader with settings, for ``transactions``. A loader that needs none is passed as it is.
+
+    ``fft.CursorLoader`` and ``fft.StreamLoader`` take ``identify`` and ``global_batch`` themselves.
+
+    Args:
+        loader: A loader with ``state_dict`` and ``load_state_dict``, a sequence of batches, or a
+            `DataSource` of yours.
+        sharded: ``"group"``: each group passes a stateful loader over its own shard of the data,
+            from which each of its ranks takes its item. ``"rank"``: each rank passes a loader over
+            its own shard; ranks that share a batch by ``manager.mesh`` pass equal loaders. None:
+            all ranks pass a loader over the whole data.
+        identify: Function that returns the identity of a batch, such as its sample ids. FFT
+            compares the identities, instead of the contents, between the ranks that draw the same
+            items. For loaders with random augmentation. The trace contains the ids.
+        replay_only: Accept any iterable; no group can join later, and the run cannot be resumed.
+        global_batch: Number of samples in each step, on all groups together, whatever their number:
+            a multiple of the samples in one batch of each rank of a group. The step function loops
+            over ``txn.batches``. None: each group takes one batch for each of its ranks, so a step
+            has fewer samples while a group is away.
+
+    Raises:
+        DataError: ``loader`` does not support a setting.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        sharded: Sharded | None = None,
+        identify: Identify | None = None,
+        replay_only: bool = False,
+        global_batch: int | None = None,
+    ) -> None:
+        if isinstance(loader, Loader):
+            raise DataError("fft.Loader: got another fft.Loader; pass all settings to one of them")
+        if sharded not in (None, "group", "rank"):
+            raise DataError(f"fft.Loader: sharded={sharded!r}: expected 'group' or 'rank'")
+        if isinstance(loader, DataSource) and (sharded or identify or replay_only):
+            raise DataError(
+                f"fft.Loader: {named(loader)} divides the data among the groups itself; remove "
+                "sharded= and replay_only=, pass identify= to fft.CursorLoader or "
+                "fft.StreamLoader, and define ids(batch) in a source of yours"
+            )
+        if sharded and not isinstance(loader, _Stateful):
+            raise DataError(
+                f"fft.Loader: {named(loader)} with sharded={sharded!r} has no state_dict and "
+                "load_state_dict, so a group that returns could not continue its shard; pass a "
+                "stateful loader, such as torchdata's StatefulDataLoader, or fft.StreamLoader over "
+                "the whole data"
+            )
+        self.loader, self.sharded, self.identify = loader, sharded, identify
+        self.replay_only, self.global_batch = replay_only, global_batch
+
+
+def settings_of(loader: Any) -> Loader:
+    """Return the loader that the script passed to ``transactions``, with its settings."""
+    if isinstance(loader, Loader):
+        return loader
+    is_source = isinstance(loader, DataSource)
+    samples = getattr(loader, "global_batch", None) if is_source else None
+    return Loader(loader, global_batch=samples)
 
 
 class Identified:
@@ -400,28 +467,18 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def as_source(
-    loader: Any, replay_only: bool = False, identify: Identify | None = None
-) -> DataSource:
+def as_source(given: Any) -> DataSource:
     """Return the source for the loader that the user passed to ``transactions``.
 
     Args:
-        loader: A `DataSource`, a stateful loader, or a sequence of batches.
-        replay_only: Accept a loader whose position cannot be restored.
-        identify: The function for `StreamSource`.
+        given: A `DataSource`, a stateful loader, or a sequence of batches; or a `Loader` of it.
 
     Raises:
-        DataError: The position of ``loader`` cannot be restored, and ``replay_only`` is not set.
+        DataError: The position of the loader cannot be restored, and ``replay_only`` is not set.
     """
+    settings = settings_of(given)
+    loader, identify = settings.loader, settings.identify
     if isinstance(loader, DataSource):
-        if isinstance(loader, Identified):
-            loader.identify = identify
-        elif identify is not None and not hasattr(loader, "ids"):
-            logger.warning(
-                "transactions() ignores identify= for %s, because it is a data source: define "
-                "ids(batch) in it, which returns the sample ids for the trace",
-                named(loader),
-            )
         return loader
     if workers := getattr(loader, "num_workers", 0):
         refuse_long_temp_dir(f"{named(loader)} with num_workers={workers}")
@@ -434,14 +491,14 @@ def as_source(
     if isinstance(loader, zip | enumerate | map):
         hint = ". txn.step counts the steps" if isinstance(loader, enumerate) else ""
         raise DataError(f"transactions() was given {named(loader)}; {_ONE_LOADER}{hint}")
-    if replay_only:
+    if settings.replay_only:
         return StreamSource(loader, identify)
     raise DataError(
         f"transactions() was given {named(loader)}, which has no state_dict and load_state_dict: "
         "neither a group that joins nor a job that resumes could continue at its item. Pass "
         f"{_suggested_loader(loader)}; or a stateful loader, such as torchdata's "
-        "StatefulDataLoader; or replay_only=True, if no group will join and the job will not be "
-        "resumed"
+        "StatefulDataLoader; or fft.Loader(loader, replay_only=True), if no group will join and "
+        "the job will not be resumed"
     )
 
 
@@ -640,17 +697,9 @@ class LeasedInputs:
         steps: Number of items in a slice, for each rank.
         ranks: Number of ranks per replica group that take an item each.
         rank: Number of this process among them.
-
-    Raises:
-        DataError: ``source`` must be read from its beginning.
     """
 
     def __init__(self, source: DataSource, steps: int, ranks: int, rank: int) -> None:
-        if not source.in_any_order:
-            raise DataError(
-                "groups with local steps read different parts of the data, and this loader can "
-                "only be read from its beginning; use fft.CursorLoader or fft.StreamLoader"
-            )
         self.alive: Callable[[], object] = lambda: None
         """Called while a failed item waits for its next attempt."""
         self._source, self._steps, self._ranks, self._rank = source, steps, ranks, rank

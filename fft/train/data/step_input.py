@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fft.errors import FftError
+from fft.train.limits import Feature, reason
 
 NO_DATA_EPOCHS = "not available for this loader, which has no data epochs; pass an fft.CursorLoader"
 """Reason why a txn has no data epochs: the loader does not count them."""
-SHARDED = (
-    "not available for sharded loaders, whose length FFT does not know; count the batches in the "
-    "loader"
-)
+SHARDED = f"not available {reason(Feature.DATA_POSITION, Feature.SHARDED)}"
 """Reason why a txn has neither data epochs nor progress: each group reads a shard."""
-LOCAL_STEPS = (
-    "not available for groups with local steps, which read different parts of the data; use "
-    "txn.step, the number of synchronizations"
-)
+LOCAL_STEPS = f"not available {reason(Feature.DATA_POSITION, Feature.LOCAL_STEPS)}"
 """Reason why a txn has neither data epochs nor progress: the groups take local steps."""
 
 

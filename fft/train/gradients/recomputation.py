@@ -67,7 +67,8 @@ class Recomputation:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._is_supported = False
+        self.is_supported = False
+        """Whether all ranks of the job take each step together."""
         self._is_repeated = False
         """Whether the next attempt is compared with the one before, where replicas differed."""
         self._key: tuple[int, int | None, int, tuple[str, ...]] | None = None
@@ -84,18 +85,9 @@ class Recomputation:
         self._earlier: list[_Attempt] = []
         """The attempts at the same step before the open one."""
 
-    def refuse(self, spec: str, steps_together: bool) -> None:
-        """Raise ConfigError if it is enabled in a job whose ranks do not take steps together."""
-        self._is_supported = steps_together
-        if self._every and not steps_together:
-            raise ConfigError(
-                f"ManagerConfig(recompute_every={self._every}) with spec={spec!r}: only supported "
-                "where all ranks take each step together (hsdp, ddp, pipeline); leave it out"
-            )
-
     def repeat(self) -> None:
         """Compare the next attempt with the one before, in which replicas differed."""
-        self._is_repeated = self._is_supported
+        self._is_repeated = self.is_supported
 
     def begin(self, plan: StartTxn) -> None:
         """Begin an attempt. An attempt that is still open was cut short by a rollback."""

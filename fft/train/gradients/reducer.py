@@ -439,7 +439,7 @@ class Reducer:
     def _refuse_another(self) -> None:
         """Raise FftError: with ``global_batch=`` it would weight gradients again."""
         self._refused = (
-            "gradients were reduced twice in a step with transactions(global_batch=…), which "
+            "gradients were reduced twice in a step with global_batch=, which "
             "weights them: call backward() once for each of txn.batches, inside the loop over it "
             "(for the sum of several losses, or earlier ones within `with manager.no_sync():`), "
             "and use use_reentrant=False in activation checkpointing"

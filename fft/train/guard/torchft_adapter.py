@@ -112,7 +112,16 @@ def configuration_of(pg: Any) -> Callable[..., None]:
     """Return the ``configure`` of a process group of torchft 0.2.
 
     Later releases have ``reconfigure`` in its place, with ranks by the order of handles.
+
+    Raises:
+        FftError: `pg` is no process group of torchft.
     """
+    if not isinstance(pg, ProcessGroup):
+        raise FftError(
+            f"expected a process group of torchft, got {pg!r}: FFT cannot free a rank that waits "
+            "in torch's own group, also not with enable_reconfigure=True. Leave pg out, or pass "
+            "torchft.process_group.ProcessGroupGloo()"
+        )
     if hasattr(pg, "configure"):
         configure: Callable[..., None] = pg.configure
         return configure

@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torchft.manager import WorldSizeMode
-
 from fft.checkpoints.plan import Checkpointing
-from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Synchronise
 from fft.protocol.apart import is_brought, living, own_lease
 from fft.train.data.source import LeasedInputs
+from fft.train.limits import Feature
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
-from fft.train.session.checkpoint_schedule import AnnouncedSchedule, CheckpointSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule
 from fft.train.session.participation import Participation
 from fft.train.step.transaction import TransactionLoop
 
@@ -30,34 +28,10 @@ from fft.train.step.transaction import TransactionLoop
 class Asynchronous(Periodic):
     """Groups take local steps; a txn of the job synchronizes more than half of them."""
 
+    kind = Feature.ASYNC
+
     def new_phase(self, fragments: int) -> LocalPhase:
         return BoundedPhase(self._rank.job, fragments)
-
-    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
-        if why := self._why_unfit(synchronizer.algorithm):
-            spec = self._rank.settings.spec.name
-            raise FftError(f"{synchronizer.name} by spec={spec!r}: {why}")
-        if synchronizer.schedule.fragments > 1 or synchronizer.schedule.delay:
-            raise FftError(
-                f"{synchronizer.name}: groups that do not wait for each other synchronise the "
-                "whole model at once, and compute nothing meanwhile: give one fragment, and no "
-                "delay"
-            )
-
-    def _why_unfit(self, algorithm: str) -> str:
-        """Return why this configuration cannot synchronize asynchronously; empty if it can."""
-        if algorithm != "diloco":
-            return (
-                "the groups' parameters cannot be averaged from different bases; use fft.DiLoCo, "
-                "which averages how far they have come: with an outer SGD of lr=1 it is the same"
-            )
-        if self._rank.world > 1:
-            return "a replica group is one rank; give it --ranks 1"
-        if self._rank.manager._torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
-            return "there are no spares where any number of groups synchronise; use DYNAMIC"
-        if self._rank.settings.config.membership == "lighthouse":
-            return 'a lighthouse\'s quorum waits for all groups; leave membership="lighthouse" out'
-        return ""
 
     def load_shared(self, state: Any, keep_gradients: bool) -> None:
         if self.synchronizer is not None and self.synchronizer.has_contribution:
@@ -69,7 +43,7 @@ class Asynchronous(Periodic):
         return AsynchronousLoop(self._rank, loop, synchronizer, InnerSteps())
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
-        return DueToLocal(plan, self._rank.job, self._rank.job.bus, is_writing)
+        return DueToLocal(plan, self._rank.job, is_writing)
 
 
 class BoundedPhase(LocalPhase):
@@ -128,7 +102,7 @@ class AsynchronousLoop(PeriodicLoop):
         self.job.post(Synchronise())
 
 
-class DueToLocal(AnnouncedSchedule):
+class DueToLocal(CheckpointSchedule):
     """Checkpoint schedule of groups that may take local steps while others synchronize."""
 
     def left(self, record: Record, epoch: Record) -> frozenset[str]:

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from fft.checkpoints.plan import Checkpointing
-from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.checkpoint.loading import completed, refuse_other_kind
-from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource
-from fft.train.gradients.reducer import Reducer
+from fft.train.limits import Feature
 from fft.train.process_groups.mesh_layout import BatchShare
-from fft.train.session.checkpoint_schedule import CheckpointSchedule, RecordSchedule
+from fft.train.session.checkpoint_schedule import CheckpointSchedule
 from fft.train.session.paradigm import Committed, Paradigm, SharedState, VotePrecondition
 from fft.train.session.rank_context import RankContext
 from fft.train.state.local_tensors import leaves_of
@@ -29,21 +27,14 @@ from fft.train.step.transaction import Transaction, TransactionLoop
 class Lockstep(Paradigm[TransactionLoop]):
     """All groups compute each step and average its gradients, in one txn of the job."""
 
+    kind = Feature.LOCKSTEP
     can_reform = True
     steps_together = True
-    can_fix_batch = True
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
 
     # --- the job ---
-
-    def refuse_unless_lockstep(self, what: str) -> None:
-        if not self.steps_together:
-            raise FftError(
-                f"{what} with spec={self._rank.settings.spec.name!r}: its groups do not run in "
-                "lockstep. Use spec='hsdp', 'ddp' or 'pipeline'"
-            )
 
     def refuse_unconnected(self) -> None:
         self._rank.groups.refuse_unconnected()
@@ -63,13 +54,6 @@ class Lockstep(Paradigm[TransactionLoop]):
     @property
     def shared(self) -> SharedState | None:
         return self._rank.state.registered_state
-
-    def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
-        raise FftError(
-            f"register_pipeline() needs a spec in which the ranks of a group hold stages, and "
-            f"{self._rank.settings.spec.name!r} has none: pass spec='pipeline' to ManagerFFT, or "
-            "set FFT_SPEC"
-        )
 
     def reduced(self) -> list[torch.Tensor]:
         return [leaf for g in self._rank.state.updates.gradients() for leaf in leaves_of(g)]
@@ -104,13 +88,6 @@ class Lockstep(Paradigm[TransactionLoop]):
 
             check_registered(self._rank.groups.stages)
 
-    def refuse_sharded(self, kind: Sharded) -> None:
-        if kind == "rank" and self._rank.settings.spec.samples == "per_group":
-            raise FftError(
-                f"transactions(loader, sharded='rank'): with spec={self._rank.settings.spec.name!r}"
-                " all ranks of a group take the same batch; pass sharded='group'"
-            )
-
     def steps(
         self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
     ) -> Iterator[Transaction]:
@@ -120,7 +97,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     # --- checkpoints ---
 
     def schedule(self, plan: Checkpointing, is_writing: Callable[[], bool]) -> CheckpointSchedule:
-        return RecordSchedule(plan, self._rank.job)
+        return CheckpointSchedule(plan, self._rank.job, is_writing)
 
     def export_shared(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
         step = self._rank.state.registered
@@ -133,11 +110,3 @@ class Lockstep(Paradigm[TransactionLoop]):
 
     def without_own(self, writer: str) -> str:
         return f"the buffers are those of group {writer}, and the RNG states are reset"
-
-
-def no_shares(kind: Sharded) -> FftError:
-    """Return the error for a paradigm that does not support sharded loaders."""
-    return FftError(
-        f"transactions(loader, sharded={kind!r}): this spec distributes the data by leases, or "
-        "from stage to stage; pass a loader over the whole data, and remove sharded="
-    )

@@ -40,6 +40,7 @@ from fft.train.data.step_input import StepInput
 from fft.train.gradients.reductions import ManifestBuilder
 from fft.train.guard.interrupt import Interrupted
 from fft.train.guard.unsafe_places import guarded
+from fft.train.limits import Feature
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.paradigm import Periodic
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
@@ -434,16 +435,11 @@ class Nested(Periodic):
         inner: The inner scope of the ranks of this group.
     """
 
+    kind = Feature.SHARDED_LOCAL_STEPS
+
     def __init__(self, rank: RankContext) -> None:
         super().__init__(rank)
         self.inner = InnerScope(rank)
-
-    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
-        if synchronizer.packing.is_weighted:
-            raise FftError(
-                "weighted=True with several ranks in a replica group: each would average its shard "
-                "by the weight of its own samples; leave it out, and give all ranks equally many"
-            )
 
     def joined(self, config: Config) -> None:
         self.inner.start(config)

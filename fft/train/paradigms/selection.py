@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from torchft.manager import Manager
+from torchft.manager import Manager, WorldSizeMode
 
 from fft.bus import ErrorBus
-from fft.errors import FftError
 from fft.protocol.spec import FsmSpec
+from fft.train.limits import Feature, FeaturesInUse
 from fft.train.paradigms.asynchronous import Asynchronous
 from fft.train.paradigms.lockstep import Lockstep
 from fft.train.paradigms.nested import Nested
@@ -26,14 +26,33 @@ from fft.train.session.settings import Settings
 from fft.train.step.transaction import TransactionLoop
 
 
-def refuse_ranks(spec: FsmSpec, ranks: int) -> None:
-    """Raise FftError if the spec does not allow ``ranks`` ranks in a replica group."""
-    if spec.ranks == "one" and ranks > 1:
-        raise FftError(
-            f"spec {spec.name!r} has replica groups of one rank, and this one has {ranks}: start "
-            "it with --ranks 1, or use spec='hsdp', whose ranks hold shards, or spec='pipeline', "
-            "whose ranks hold stages, or spec='hsdp_diloco', whose groups take local steps"
-        )
+def traits_of(spec: FsmSpec, ranks: int) -> frozenset[Feature]:
+    """Return the features that a spec determines for groups of ``ranks`` ranks."""
+    traits = {_class_of(spec, ranks).kind}
+    traits |= {Feature.ONE_RANK} if spec.ranks == "one" else set()
+    traits |= {Feature.SAME_BATCH} if spec.samples == "per_group" else set()
+    return frozenset(traits)
+
+
+def features_of(settings: Settings, manager: Manager) -> FeaturesInUse:
+    """Return the features that the spec and the arguments of the manager choose.
+
+    Raises:
+        ConfigError: They cannot be used together.
+    """
+    torchft, config = manager._torchft, settings.config
+    ranks = torchft.group_world_size
+    found = {
+        Feature.SEVERAL_RANKS: ranks > 1,
+        Feature.SPARES: torchft.replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES,
+        Feature.LIGHTHOUSE: config.membership == "lighthouse",
+        Feature.ACTIVE: config.active,
+        Feature.RECOMPUTE: config.recompute_every,
+        Feature.CHECK_BUFFERS: config.check_buffers,
+    }
+    features = FeaturesInUse(settings.spec.name, traits_of(settings.spec, ranks))
+    features.use(*(feature for feature, is_used in found.items() if is_used))
+    return features
 
 
 def scope_of(
@@ -63,11 +82,18 @@ def paradigm_of(rank: RankContext) -> Paradigm[TransactionLoop]:
     Raises:
         FftError: The ranks of the group share no process group.
     """
-    spec = rank.settings.spec
-    if isinstance(rank.scope, StageScope):
+    made = _class_of(rank.settings.spec, rank.world)
+    if made is AsyncPipeline:
+        assert isinstance(rank.scope, StageScope), "scope_of opened it"
         return AsyncPipeline(rank, rank.scope)
+    return made(rank)
+
+
+def _class_of(spec: FsmSpec, ranks: int) -> type[Lockstep]:
+    if spec.stages:
+        return AsyncPipeline
     if spec.is_periodic:
         if spec.bound:
-            return Asynchronous(rank)
-        return Periodic(rank) if rank.world == 1 else Nested(rank)
-    return Pipelined(rank) if spec.ranks == "stages" else Lockstep(rank)
+            return Asynchronous
+        return Periodic if ranks == 1 else Nested
+    return Pipelined if spec.ranks == "stages" else Lockstep

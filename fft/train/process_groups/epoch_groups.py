@@ -42,7 +42,7 @@ class EpochGroups:
         self,
         manager: Manager,
         peer: Peer,
-        store: str,
+        home: str,
         pg: ProcessGroup,
         shard: ProcessGroup | None,
         is_replacement: bool,
@@ -53,7 +53,7 @@ class EpochGroups:
         Args:
             manager: Manager of this rank.
             peer: This participant.
-            store: Address of the store of this replica group.
+            home: Address of the store where this replica group meets now.
             pg: Process group across the replica groups.
             shard: Process group over which the model is sharded, or None.
             is_replacement: Whether this process replaces a lost rank. The other ranks of its group
@@ -62,7 +62,10 @@ class EpochGroups:
         """
         self._manager = manager
         self._peer = peer
-        self.store = store
+        self.home = home
+        """Address of the store where this group meets; that of the newest epoch."""
+        self.store = os.environ.get("FFT_GROUP_STORE") or home
+        """Address of the store where this group met first, which identifies the group."""
         self._is_replacement = is_replacement
         self._has_stages = False
         self._incarnations: dict[int, int] = {}
@@ -336,6 +339,7 @@ class EpochGroups:
             command.record.members,
         )
         manager._torchft.quorum_id = record.epoch
+        self.home = members[command.index].meets_at
         # Both rendezvous at once; torchft's quorum thread has nothing else to do here.
         inner = None
         if self.shard is not None and not self.shard_has_own_scope:
@@ -346,7 +350,7 @@ class EpochGroups:
         if digests is not None:
             self.replicate.note += _DIGESTS + json.dumps(digests)
         self.replicate.configure(
-            f"{members[0].store}/fft/{record.n}.{record.epoch}/{rank}",
+            f"{members[0].meets_at}/fft/{record.n}.{record.epoch}/{rank}",
             self._peer.group,
             command.index,
             len(members),
@@ -449,7 +453,7 @@ class EpochGroups:
             ranks = group.pg.ranks
             place = f"mesh/{name}/{group.name}.{min(ranks)}"
         group.configure(
-            f"{self.store}/fft/{place}",
+            f"{self.home}/fft/{place}",
             self._peer.group,
             ranks.index(rank),
             len(ranks),

@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, Work, _update_default_pg, _world
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper
 
 from fft.errors import FftError
@@ -304,6 +303,9 @@ def mesh_over(groups: Sequence[ShardGroup], sizes: dict[str, int], rank: int) ->
         sizes: Name and size of each dimension.
         rank: Rank of this process in the replica group.
     """
+    # imported here, because it imports torch's compiler
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     count = math.prod(sizes.values())
     ranks = torch.arange(count, dtype=torch.int, device="cpu").view(*sizes.values())
     mesh = DeviceMesh(

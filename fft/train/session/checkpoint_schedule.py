@@ -1,49 +1,29 @@
 """Checkpoint schedules: all ranks that have a commit agree on whether a checkpoint is due.
 
-If all groups are in every txn, the commit record decides. A checkpoint is due at an interval of
-steps, and at the first commit of an epoch that lacks the writer of the previous checkpoint. With
-an interval in seconds, the first rank of the writing group announces a later step in a register of
-the job bus.
+The votes decide: a checkpoint is due at a commit if a vote asked for one, and the record says so
+(``Record.checkpoint``). Every rank that has the commit has the record. The first rank of the first
+member asks when the interval is over, each rank asks with the last txn, and each that knows the
+group that wrote the newest checkpoint asks when that group is lost. A checkpoint is also due at the
+last commit of a job, even if no vote asked. Ranks outside the txn do not take part.
 
-If groups train locally between synchronizations, they have different commits. Then no record
-determines the writer or the time of the last checkpoint. Instead, the first rank of the txn's first
-member announces the checkpoint in the register before its vote. A commit includes that vote, so
-every rank that has the commit finds the announcement. Ranks outside the txn do not take part in the
-checkpoint. Scopes of stages have their own schedule in `fft.train.paradigms.stages.due`.
-
-The code runs on the main thread, unless a docstring states otherwise.
+Scopes of stages have their own schedule in `fft.train.paradigms.stages.due`. The code runs on the
+main thread, unless a docstring states otherwise.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fft.bus import ErrorBus
 from fft.checkpoints.files import attempt_name
 from fft.checkpoints.plan import Checkpointing
-from fft.errors import BusError
 from fft.messages.effects import StartTxn
-from fft.messages.protocol import Peer, Record, Token
-from fft.trace.checkpoint_notes import TOO_OFTEN
+from fft.messages.protocol import Peer, Record
+from fft.trace.checkpoint_notes import ABOUT_TOO_OFTEN, TOO_OFTEN
 from fft.train.session.participation import Participation
-
-AT = "checkpoint/at"
-"""Register of a scope's bus that holds the newest announcements of checkpoints."""
-NAMED = 2
-"""Maximum number of announcements in the register.
-
-One checkpoint may be in progress when the last one of the job is announced.
-"""
-_AHEAD = 2
-"""Steps between announcement and checkpoint; no rank is this far ahead of the announcing rank."""
-_EARLY = 0.1
-"""Fraction of the interval, at its end, in which ranks read the register."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +44,11 @@ class Named(NamedTuple):
     """Whether this rank's stage had no commit at the position, so the rank delivers no files."""
 
 
-class CheckpointSchedule(ABC):
+class CheckpointSchedule:
     """The schedule that decides when a rank takes a checkpoint and which ranks it waits for.
+
+    Args:
+        is_busy: Returns whether this rank still writes the previous checkpoint.
 
     Attributes:
         outlives: Whether a rank that has ended still contributes its final state to later
@@ -74,17 +57,51 @@ class CheckpointSchedule(ABC):
 
     outlives = False
 
-    @abstractmethod
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Prepare the vote of this rank, which is about to be YES.
+    def __init__(
+        self, plan: Checkpointing, job: Participation, is_busy: Callable[[], bool]
+    ) -> None:
+        self._plan, self._job, self._is_busy = plan, job, is_busy
+        self._newest: tuple[Record, Record] | None = None
+        """Commit record and epoch record of the newest checkpoint that this rank had to take."""
+        self._known, self._since = 0, 0.0
+        """The newest ``Record.checkpoint`` that this rank has seen at a vote, and the time of the
+        first vote that saw it."""
+        self._is_too_often = False
+        """Whether the warning about overlapping checkpoints has been logged."""
+
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Return whether the YES vote that this rank is about to cast asks for a checkpoint.
 
         Args:
             plan: The open txn.
             last: Whether this txn is the last one, unless it is skipped.
             skip: Whether this rank votes to skip the txn.
         """
+        local = self._job.local
+        if local is None or local.epoch is None or local.head is None:
+            return False
+        if self._known != local.head.checkpoint:
+            self._known, self._since = local.head.checkpoint, time.monotonic()
+        if last or skip:  # a skip changes no step, and further txns follow unless it is the last
+            return last and not (skip and self._has_taken(plan.step))
+        if self._is_writer_lost(local.epoch, local.head):
+            return True
+        if not (is_first(self._job.peer, local.epoch) and self._is_interval_over(plan)):
+            return False
+        if self._is_busy():
+            self.skip_too_often(plan.step + 1)
+            self._since = time.monotonic()
+            return False
+        return True
 
-    @abstractmethod
+    def skip_too_often(self, step: int) -> None:
+        """Report that this rank skips the checkpoint of ``step``, as it writes the one before."""
+        if not self._is_too_often:
+            self._is_too_often = True
+            logger.warning("%s: %s", self._plan.place, ABOUT_TOO_OFTEN)
+        why = "the one before is still being written"
+        report_skipped(self._job.report_checkpoint, step, why, too_often=True)
+
     def due(self, record: Record, epoch: Record) -> Named | None:
         """Return the checkpoint to take at this commit, or None.
 
@@ -92,17 +109,26 @@ class CheckpointSchedule(ABC):
             record: The commit record.
             epoch: The epoch record that lists the members of its txn.
         """
+        if record.checkpoint == record.n:
+            self._newest = record, epoch
+        elif not record.last:
+            return None
+        return self._named(f"{record.n}|{record.lineage}", record, epoch.members[0].group)
 
-    @abstractmethod
     def left(self, record: Record, epoch: Record) -> frozenset[str]:
         """Return the groups of ``epoch`` that have left the job or whose processes were replaced.
 
         A group that leaves with the commit ``record`` still delivers its files. Thread-safe.
         """
+        return departed_groups(self._job, epoch)
 
-    @abstractmethod
     def is_awaited(self, record: Record) -> bool:
-        """Return whether other ranks may still be behind ``record``. Thread-safe."""
+        """Return whether other ranks may still be behind ``record``. Thread-safe.
+
+        A rank delivers its files only after its script has requested the next txn.
+        """
+        local = self._job.local
+        return local is not None and local.lineage == record.lineage
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
         """Handle the end of this rank's scope at ``record`` without a commit marked as last.
@@ -117,8 +143,17 @@ class CheckpointSchedule(ABC):
 
         Returns:
             The checkpoint, or None if there is none to take, such as when it was already taken.
+            Stages have no commit in common, and groups of an asynchronous job leave at different
+            steps.
         """
-        return None
+        group, local = self._job.peer.group, self._job.local
+        if record.bound or local is None or local.elsewhere:
+            return None
+        if self._newest is not None:
+            commit, epoch = self._newest
+            if commit.lineage == record.lineage and epoch.members[0].group == group:
+                return None  # this group writes it
+        return self._named(f"{record.n}|{record.lineage}|{group}", record, group)
 
     def absent(self, named: Named, epoch: Record) -> frozenset[str]:
         """Return the groups for which this rank declines to deliver. Thread-safe."""
@@ -134,237 +169,27 @@ class CheckpointSchedule(ABC):
         """
         return iter(())
 
+    def _named(self, record_id: str, record: Record, writer: str) -> Named:
+        return Named(attempt_name(self._job.bus.generation, record_id), record.step, writer)
 
-class RecordSchedule(CheckpointSchedule):
-    """The schedule for groups that are in every txn of the job."""
+    def _has_taken(self, step: int) -> bool:
+        return self._newest is not None and self._newest[0].step >= step
 
-    def __init__(self, plan: Checkpointing, job: Participation) -> None:
-        self._plan, self._job = plan, job
-        self._last: tuple[Record, Record] | None = None
-        """Commit record and epoch record of the newest attempt."""
-        self._epoch = 0
-        """Epoch of the last commit on this rank."""
-        self._ends: Token | None = None
-        """Token of the last vote's txn if that vote marked it as the last of the job."""
-        self._since: float | None = None
+    def _is_writer_lost(self, epoch: Record, head: Record) -> bool:
+        """Return whether the writer of the newest checkpoint was restarted or has left.
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Record whether this txn is the last; this schedule announces nothing before a vote."""
-        self._ends = plan.token if last else None
-
-    def due(self, record: Record, epoch: Record) -> Named | None:
-        """See `CheckpointSchedule.due`."""
-        return named_after(self._job, record, epoch) if self._is_due(record, epoch) else None
-
-    def _is_due(self, record: Record, epoch: Record) -> bool:
-        is_last = record.last or (record.skip and self._ends == record.token)
-        if record.skip and not (is_last and self._is_behind(record)):
-            return False  # a skipped txn changes no step, and further txns follow
-        is_new, self._epoch = record.epoch != self._epoch, record.epoch
-        if not (is_last or (is_new and self._is_writer_lost(epoch))):
-            steps = self._plan.steps
-            is_named = self._is_named(record, epoch) if steps is None else record.step % steps == 0
-            if not is_named:
-                return False
-        self._last, self._since = (record, epoch), time.monotonic()
-        return True
-
-    def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `CheckpointSchedule.left`; these groups are not in the newest epoch of the job."""
-        return departed_groups(self._job, epoch)
-
-    def is_awaited(self, record: Record) -> bool:
-        """See `CheckpointSchedule.is_awaited`.
-
-        A rank delivers its files only after its script has requested the next txn.
+        Only the members of its txn know the writer, so each of them asks for the next one.
         """
-        local = self._job.local
-        return local is not None and local.lineage == record.lineage
-
-    def left_alone(self, record: Record) -> Named | None:
-        """See `CheckpointSchedule.left_alone`."""
-        group = self._job.peer.group
-        if self._last is not None:
-            commit, epoch = self._last
-            if commit.lineage == record.lineage and epoch.members[0].group == group:
-                return None  # this group writes it
-        name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}|{group}")
-        return Named(name, record.step, group)
-
-    def _is_behind(self, record: Record) -> bool:
-        """Return whether no checkpoint of this job covers the steps before ``record``."""
-        return self._last is None or self._last[0].step < record.step
-
-    def _is_writer_lost(self, epoch: Record) -> bool:
-        """Return whether the writer of the last checkpoint was restarted or has left."""
-        if self._last is None:
+        if self._newest is None or self._newest[0].n != head.checkpoint:
             return False
-        _, then = self._last
-        return not set(then.members[0].peers()) <= epoch.peer_set
+        job = {p for at in epoch.standing for p in at.entry.peers()} | epoch.peer_set
+        return not set(self._newest[1].members[0].peers()) <= job
 
-    def _is_named(self, record: Record, epoch: Record) -> bool:
-        """Return whether the register announces this step, for an interval in seconds.
-
-        After the interval, the first rank of the writing group also announces a later step.
-        """
-        seconds = self._plan.seconds
-        assert seconds is not None
-        passed = None if self._since is None else time.monotonic() - self._since
-        if passed is not None and passed < (1 - _EARLY) * seconds:
-            return False
-        try:
-            held = self._job.bus.read(AT)
-            named = int(held) if held is not None else 0
-            is_mine = is_first(self._job.peer, epoch)
-            if is_mine and named < record.step and (passed is None or passed >= seconds):
-                self._job.bus.write(AT, str(record.step + _AHEAD).encode())
-        except (BusError, ValueError) as error:
-            logger.warning("cannot see when the next checkpoint is due: %s", error)
-            return False
-        return named == record.step
-
-
-class Announcement(NamedTuple):
-    """An entry of the register, which announces a checkpoint at a txn."""
-
-    token: Token
-    """The txn at whose commit the checkpoint is taken; without a commit there is no checkpoint."""
-    step: int
-    """Number of committed steps after the txn."""
-    writer: frozenset[Peer]
-    """The processes that write the shared state of all groups."""
-    name: str
-    """Name of the attempt."""
-    cursor: int
-    """Data position at the end of the txn."""
-    is_last: bool
-    """Whether the commit of the txn may be the last one of the job."""
-
-    @property
-    def named(self) -> Named:
-        """The checkpoint that this entry announces."""
-        return Named(self.name, self.step, min(self.writer).group)
-
-
-def encode_announcements(words: Sequence[Announcement]) -> bytes:
-    """Encode entries for the register."""
-    return json.dumps([[*word[:2], sorted(word.writer), *word[3:]] for word in words]).encode()
-
-
-def decode_announcements(data: bytes) -> tuple[Announcement, ...]:
-    """Decode the result of `encode_announcements`. Raises ValueError."""
-    try:
-        return tuple(
-            Announcement(Token(*token), int(step), frozenset(Peer(*peer) for peer in writer), *rest)
-            for token, step, writer, *rest in json.loads(data)
-        )
-    except TypeError as error:
-        raise ValueError(f"the register {AT} holds no words of checkpoints") from error
-
-
-class AnnouncedSchedule(CheckpointSchedule):
-    """The common part of schedules in which one rank announces a checkpoint before its vote.
-
-    Args:
-        bus: Bus of the scope of the announced txns.
-        is_busy: Returns whether this rank still writes the previous checkpoint.
-    """
-
-    def __init__(
-        self,
-        plan: Checkpointing,
-        job: Participation,
-        bus: ErrorBus,
-        is_busy: Callable[[], bool],
-    ) -> None:
-        self._plan, self._job, self._bus, self._is_busy = plan, job, bus, is_busy
-        self._words: tuple[Announcement, ...] = ()
-        """The newest entries of the register; ``_since`` is the time of their first read."""
-        self._since = 0.0
-
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `CheckpointSchedule.before_vote`.
-
-        Announces a checkpoint of this txn if this rank announces checkpoints and one is due.
-        """
-        epoch, step = epoch_to_name_in(self._job, plan), plan.step + (not skip)
-        if epoch is None:
-            return
-        may_end = self._may_end(last and not skip, epoch)
-        if skip and not may_end:
-            return  # a skipped txn changes no step, and further txns follow
-        try:
-            self._look()
-            if not (self._is_wanted(step, epoch) or may_end):
-                return
-            if self._is_busy() and not may_end:
-                why = "the last one of this group is being written"
-                self._give_up(step, why, too_often=True)
-                return
-            writer = frozenset(epoch.members[0].peers())
-            name = attempt_name(self._job.bus.generation, f"{plan.token}")
-            self._say(
-                Announcement(plan.token, step, writer, name, plan.next_cursor, may_end), plan.step
-            )
-        except (BusError, ValueError) as error:
-            self._give_up(step, f"it could not be named: {error}")
-
-    def due(self, record: Record, epoch: Record) -> Named | None:
-        """See `CheckpointSchedule.due`.
-
-        The last commit of the job has a checkpoint even without an announcement.
-        """
-        if record.skip and not record.last:
-            return None
-        try:
-            self._look()
-        except (BusError, ValueError) as error:
-            if not record.last:
-                self._give_up(record.step, f"whether it was named cannot be seen: {error}")
-        words = (w for w in self._words if (w.token, w.step) == (record.token, record.step))
-        named = next((word.named for word in words), None)
-        return self._unnamed_last(record, epoch) if named is None and record.last else named
-
-    def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """Return the checkpoint of the job's last commit, which has no announcement."""
-        return named_after(self._job, record, epoch)
-
-    def is_awaited(self, record: Record) -> bool:
-        """Return False, because all members reach the position at the same time."""
-        return False
-
-    def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Return whether the txn may be the last one of the job; False by default."""
-        return False
-
-    def _look(self) -> None:
-        """Read the newest entries of the register. Raises BusError, ValueError."""
-        words = announcements_on(self._bus)
-        if words != self._words:
-            self._words, self._since = words, time.monotonic()
-
-    def _say(self, word: Announcement, done: int) -> None:
-        # an entry for a later step belongs to a txn that did not commit
-        others = [w for w in self._words if w.step <= done]
-        words = (*others, word)[-NAMED:]
-        self._bus.write(AT, encode_announcements(words))
-        self._words, self._since = words, time.monotonic()
-
-    def _is_wanted(self, step: int, epoch: Record) -> bool:
-        """Return whether a checkpoint is due at the txn of ``epoch`` that leads to ``step``."""
-        steps, seconds = self._plan.steps, self._plan.seconds
-        if self._words:
-            word = self._words[-1]
-            job = {p for at in epoch.standing for p in at.entry.peers()} | epoch.peer_set
-            if word.step >= step or not word.writer <= job:
-                return True  # the announced txn did not commit, or its writer is lost
-        if steps is not None:
-            return step % steps == 0
-        assert seconds is not None
-        return not self._words or time.monotonic() - self._since >= seconds
-
-    def _give_up(self, step: int, why: str, too_often: bool = False) -> None:
-        report_skipped(self._job.report_checkpoint, step, why, too_often)
+    def _is_interval_over(self, plan: StartTxn) -> bool:
+        if self._plan.steps is not None:
+            return (plan.step + 1) % self._plan.steps == 0
+        assert self._plan.seconds is not None
+        return self._known == 0 or time.monotonic() - self._since >= self._plan.seconds
 
 
 def report_skipped(note: Note, step: int, why: str, too_often: bool = False) -> None:
@@ -379,26 +204,6 @@ def report_skipped(note: Note, step: int, why: str, too_often: bool = False) -> 
     logger.warning("no checkpoint of step %d: %s", step, why)
     told = {"step": step, "reason": why}
     note("checkpoint_skipped", told | ({TOO_OFTEN: True} if too_often else {}))
-
-
-def announcements_on(bus: ErrorBus) -> tuple[Announcement, ...]:
-    """Read the announcements on the bus of a scope. Raises BusError, ValueError."""
-    held = bus.read(AT)
-    return () if held is None else decode_announcements(held)
-
-
-def named_after(job: Participation, record: Record, epoch: Record) -> Named:
-    """Return a checkpoint whose name derives from its record; the first member writes it."""
-    name = attempt_name(job.bus.generation, f"{record.n}|{record.lineage}")
-    return Named(name, record.step, epoch.members[0].group)
-
-
-def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
-    """Return the epoch of the txn if this rank announces checkpoints of its scope, else None."""
-    epoch = None if job.local is None else job.local.epoch
-    if epoch is None or epoch.epoch != plan.token.epoch or not is_first(job.peer, epoch):
-        return None
-    return epoch
 
 
 def departed_groups(job: Participation, epoch: Record) -> frozenset[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from fft.checkpoints.plan import Checkpointing
 from fft.engine.loop import Engine
 from fft.messages.effects import StartTxn
 from fft.protocol.state import Config
-from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource
 from fft.train.gradients.reducer import Reducer
+from fft.train.limits import Feature
 from fft.train.process_groups.mesh_layout import BatchShare
 from fft.train.session.checkpoint_schedule import CheckpointSchedule
 
@@ -88,25 +89,18 @@ class Paradigm(ABC, Generic[LoopT]):
     which do nothing unless a paradigm needs them.
 
     Attributes:
+        kind: The paradigm in the table of limits.
         can_reform: Whether a group may continue with another process in the place of one that it
             has lost.
         steps_together: Whether all ranks of the job are at the same step, which `manager.stop` and
             recomputation require.
-        can_fix_batch: Whether a step may have a fixed number of samples, of which a rank takes
-            several batches.
     """
 
+    kind: ClassVar[Feature]
     can_reform: bool
     steps_together: bool
-    can_fix_batch = False
 
     # --- the job ---
-
-    def refuse_torchft_loop(self) -> None:
-        """Raise FftError if a loop that is written for torchft cannot run in this paradigm."""
-
-    def refuse_unless_lockstep(self, what: str) -> None:
-        """Raise FftError, which names ``what``, if the groups do not run in lockstep."""
 
     def refuse_unconnected(self) -> None:
         """Raise FftError if the ranks of this group cannot train the registered models together."""
@@ -155,10 +149,6 @@ class Paradigm(ABC, Generic[LoopT]):
         """Return whether ``optimizer`` steps the shared state and not a rank's own parameters."""
         return False
 
-    def refuse_sync(self) -> None:
-        """Raise FftError if gradients are not averaged in backward passes of this job."""
-
-    @abstractmethod
     def register_pipeline(self, schedule: Any, averaged: Callable[[nn.Module], Reducer]) -> None:
         """Roll ``schedule`` back, and average its gradients, with each txn.
 
@@ -167,7 +157,7 @@ class Paradigm(ABC, Generic[LoopT]):
             averaged: averages the gradients of a module, and returns its reducer.
 
         Raises:
-            FftError: the ranks of a group hold no stages, or the schedule does not fit.
+            FftError: the schedule does not fit.
         """
 
     @property
@@ -236,10 +226,6 @@ class Paradigm(ABC, Generic[LoopT]):
 
     def refuse_unregistered(self) -> None:
         """Raise FftError if the process has made objects that it should have registered."""
-
-    @abstractmethod
-    def refuse_sharded(self, kind: Sharded) -> None:
-        """Raise FftError if this paradigm does not support sharded loaders."""
 
     def refuse_loop(self, loader: Any) -> None:
         """Raise FftError if a loop over ``loader`` cannot begin as the script has set it up."""

@@ -15,6 +15,7 @@ from fft.bus.token import JobToken
 from fft.engine.executor import StepExecutor
 from fft.engine.loop import Command, Engine
 from fft.errors import BusError
+from fft.messages.causes import LeaveReason
 from fft.messages.progress import FetchReport, IdleReport, TraceReport, fitting
 from fft.messages.protocol import Event, Peer, Suspect, encode
 from fft.protocol.state import Local
@@ -42,7 +43,11 @@ class Participation:
         self.executor = StepExecutor(self.post, self._take, threading.Lock())
         self.reforms = False
         """Whether the launcher may replace lost ranks of this group, according to the trace."""
+        self.leave_reason = LeaveReason.SHUT_DOWN
+        """Why the process leaves by `leave`, if no commit has ended its part in the job."""
         self.group_bus: ErrorBus | None = None
+        self._meets_at = ""
+        """The store that has the bus of the group."""
         self.reporter: ProgressReporter | None = None
         self._seen: set[tuple[str, str]] = set()
         """Places whose traceback was logged."""
@@ -75,6 +80,11 @@ class Participation:
         """Log a warning about the script, and trace it, so that `fft run` shows it once."""
         logger.warning("%s", text)
         self.note(name, {WARNING: text})
+
+    def has_ended(self, reason: LeaveReason) -> bool:
+        """Note why this process is to leave by `leave`; returns True."""
+        self.leave_reason = reason
+        return True
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Trace metrics of the script, and report the loss among them."""
@@ -151,11 +161,18 @@ class Participation:
             return False
         return True
 
-    def open_group_bus(self, store: str, token: JobToken | None, operation_s: float) -> None:
-        """Open a bus on the group's own store, where its ranks vote first.
+    def meet_at(self, store: str, token: JobToken | None, operation_s: float) -> None:
+        """Open a bus on the store of the group, where its ranks vote first, unless it is open.
 
-        If that fails, every rank votes on the job's bus only.
+        If that fails, this rank votes on the job's bus only.
         """
+        assert self.engine is not None, "it has joined"
+        is_open = store == self._meets_at and not self.engine.has_left_group_bus
+        if is_open or self.world == 1:
+            return
+        self._meets_at, old, self.group_bus = store, self.group_bus, None
+        if old is not None:
+            _close_later(old)
         try:
             # The name has the generation of the job's bus, so that votes of an earlier generation
             # with the same epoch numbers do not count.
@@ -163,24 +180,30 @@ class Participation:
             self.group_bus = open_job_bus(url, token, operation_s, purpose="group bus")
         except BusError as error:
             logger.warning(
-                "no group bus, so every rank of this group votes on the job's bus: %s", error
+                "no group bus, so this rank of the group votes on the job's bus: %s", error
             )
+            return
+        self.engine.use_group_bus(self.group_bus)
 
     def leave(self) -> None:
         """End the engine, which leaves the job, if it is still in. Idempotent."""
         if self.engine is not None:
-            self.engine.close()
+            self.engine.close(reason=self.leave_reason)
 
     def close(self) -> None:
         """End the buses and the trace. Idempotent."""
         if self.group_bus is not None:
             self.group_bus.close()
         if self.engine is not None and self.engine.abandoned:
-            # Closing waits for the bus, which does not respond; do not block on it.
-            threading.Thread(target=self.bus.close, name="fft-bus-close", daemon=True).start()
+            _close_later(self.bus)
         else:
             self.bus.close()
         self.trace.close()
+
+
+def _close_later(bus: ErrorBus) -> None:
+    """Close a bus on a thread, because closing waits for a bus that may not respond."""
+    threading.Thread(target=bus.close, name="fft-bus-close", daemon=True).start()
 
 
 def bus_url(store: str, name: str) -> str:

@@ -12,6 +12,7 @@ from fft.train.gradients.reducer import Reducers
 from fft.train.gradients.reductions import OpenTxn, Reductions
 from fft.train.guard.injector import Injector
 from fft.train.guard.watchers import Watchers
+from fft.train.limits import FeaturesInUse
 from fft.train.process_groups.epoch_groups import EpochGroups
 from fft.train.session.participation import Participation
 from fft.train.session.rank_state import RankState
@@ -27,6 +28,7 @@ class RankContext:
     Attributes:
         manager: torchft's side of the manager.
         settings: The arguments of the manager.
+        features: The features that this rank uses.
         limits: All timeouts by name.
         scope: The instance of the protocol that this rank takes part in.
         job: This process as a participant: identity, bus, trace, engine.
@@ -42,6 +44,7 @@ class RankContext:
 
     manager: Manager
     settings: Settings
+    features: FeaturesInUse
     limits: Mapping[str, Timeout]
     scope: RankScope
     job: Participation

@@ -17,11 +17,11 @@ from torchft.manager import Manager
 
 from fft.bus.base import ErrorBus
 from fft.checkpoints.files import Scope
-from fft.errors import ConfigError, FftError, StateError
+from fft.errors import FftError, StateError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
-from fft.train.data.sharded import Sharded, ShardedInputs, ShardedSource, ShardStateStore
-from fft.train.data.source import DataSource, Identify, Inputs, as_source
+from fft.train.data.sharded import ShardedInputs, ShardedSource, ShardStateStore
+from fft.train.data.source import DataSource, Inputs, Loader, as_source
 from fft.train.guard.injector import Injector
 from fft.train.session.paradigm import Paradigm, SharedState
 from fft.train.session.settings import Settings
@@ -48,17 +48,21 @@ class CheckpointHooks:
     def resume(self) -> None:
         """Load the checkpoint that the job starts from, if any, before joining. Idempotent."""
 
+    def joined(self) -> None:
+        """Called when the trace of this rank has its header, before the rank joins the job."""
+
     def before_change(self) -> None:
         """Called before code other than a step function modifies the committed state."""
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """Called before this rank votes YES.
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """Called before this rank votes YES; returns whether its vote asks for a checkpoint.
 
         Args:
             plan: the open txn.
             last: the job ends with this txn, unless it is skipped.
             skip: the txn is skipped, as far as this rank knows.
         """
+        return False
 
     def committed(self, record: Record, epoch: Record | None) -> None:
         """Called when the state has reached the committed ``record``; ``epoch`` is its epoch."""
@@ -192,15 +196,7 @@ class RankState:
         self.registered.refuse_replaced_parameters()
 
     def compare_by(self, fingerprint: Callable[[], str]) -> None:
-        """Compare replicas by ``fingerprint`` instead of the registered state.
-
-        Raises ConfigError if buffers are to be compared, too.
-        """
-        if self._settings.config.check_buffers:
-            raise ConfigError(
-                "ManagerConfig(check_buffers=True): in a job whose groups take local steps each "
-                "group has its own buffers; remove it"
-            )
+        """Compare replicas by ``fingerprint`` instead of the registered state."""
         self.checks = EqualityChecks(fingerprint, self._settings.config.check_replicas)
 
     @property
@@ -277,15 +273,6 @@ class RankState:
 
     # --- data ---
 
-    def shard_of(
-        self, loader: Any, kind: Sharded, group: str, bus: ErrorBus, identify: Identify | None
-    ) -> ShardedSource:
-        """Return the source of a loader over a share of the data. Raises FftError if the job has
-        none."""
-        self.paradigm.refuse_sharded(kind)
-        share, shelf = self.paradigm.batches, ShardStateStore(bus.read, bus.write)
-        return ShardedSource(loader, kind, group, share.number, share.size, shelf, identify)
-
     def consumed(self, plan: StartTxn) -> None:
         """Mark the data of ``plan``, whose txn is committed, as consumed."""
         if isinstance(self.source, ShardedSource):
@@ -298,16 +285,25 @@ class RankState:
         return Inputs(source, self.paradigm.items_per_step, self.paradigm.batches.number)
 
     def open_source(
-        self,
-        loader: Any,
-        replay_only: bool,
-        identify: Identify | None = None,
-        sharded: Callable[[Any], ShardedSource] | None = None,
+        self, settings: Loader, group: str, bus: ErrorBus
     ) -> DataSource | ShardedSource:
-        """Return the data source of ``loader``, at the loaded checkpoint. The caller opens it."""
+        """Return the data source of a loader, at the loaded checkpoint. The caller opens it.
+
+        Args:
+            settings: The loader, with its settings.
+            group: The group of this rank.
+            bus: The bus of the job, for the states of shards.
+        """
+        loader, identify = settings.loader, settings.identify
         if self.source is None or self.loader is not loader or self.source.in_any_order:
-            made = as_source(loader, replay_only, identify) if sharded is None else sharded(loader)
-            self.source, self.loader = made, loader
+            self.loader = loader
+            if (kind := settings.sharded) is None:
+                self.source = as_source(settings)
+            else:
+                own, shelf = self.paradigm.batches, ShardStateStore(bus.read, bus.write)
+                self.source = ShardedSource(
+                    loader, kind, group, own.number, own.size, shelf, identify
+                )
         if self._resume_at is not None:
             resume = getattr(self.source, "resume", self.source.load)
             resume(self._resume_at, self.cursor * self.paradigm.items_per_step)

@@ -92,15 +92,6 @@ class ResultJudge:
         self._skipped: list[tuple[int, int | None, int]] = []
         """Positions in the data of the batches skipped in a row because of NaN or inf."""
 
-    def refuse_torchft_loop(self) -> None:
-        """Raise FftError if there are vetoes, which a loop written for torchft does not call."""
-        if self.vetoes:
-            raise FftError(
-                "manager.veto() is for loops over manager.transactions(loader); in a loop written "
-                "for torchft, skip a step on all groups by calling start_quorum() again without "
-                "should_commit()"
-            )
-
     def begin(self, plan: StartTxn) -> None:
         """Start a step function: it has logged nothing yet."""
         self._metrics.clear()

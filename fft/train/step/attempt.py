@@ -29,7 +29,7 @@ from fft.errors import (
     ResultRefused,
     TxnAborted,
 )
-from fft.messages.causes import NO_CAUSE, Cause, CauseCode
+from fft.messages.causes import NO_CAUSE, Cause, CauseCode, LeaveReason
 from fft.messages.effects import Apply, Finish, StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP, Fault, NoStep, Prepared, Token, encode
@@ -171,7 +171,7 @@ class Attempt:
         self._state, self._groups, self._results = rank.state, rank.groups, rank.results
         self._reductions, self._reducers = rank.reductions, rank.reducers
         self._injector, self.txn = rank.injector, rank.txn
-        self._healer, self._leaving, self._commits = healer, leaving, commits
+        self._healer, self.leaving, self._commits = healer, leaving, commits
         self.preconditions = rank.state.paradigm.vote_preconditions()
         self.presence = StepPresence(rank.job)
         self.failures = StepFailures(rank.settings.config.max_body_failures)
@@ -514,10 +514,9 @@ class Attempt:
         manifest = build(self._data, self._shard, block, own, repeats)
         digest = self._equality
         yes = error is None
-        if yes:
-            self._state.checkpoints.before_vote(plan, last, skip)
+        asks = yes and not block and self._state.checkpoints.asks(plan, last, skip)
         waits = self._healer.joiners_wait
-        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code)
+        vote = Prepared(plan.token, yes, manifest, cause, skip, digest, waits, last, code, asks)
         self._job.executor.report(vote)
         self.inject("after_vote")
 
@@ -557,8 +556,10 @@ class Attempt:
         loop, self._consumes = TORCHFT if consumes is None else TRANSACTIONS, consumes
         if loop != self._loop:
             self._loop = loop
+            is_own = loop == TRANSACTIONS
+            self._job.leave_reason = LeaveReason.LEFT_LOOP if is_own else LeaveReason.SHUT_DOWN
             goal = {name: value for name, value in asdict(self._goal).items() if value is not None}
-            told = {"goal": goal} if loop == TRANSACTIONS else {}
+            told = {"goal": goal} if is_own else {}
             self._job.note(LOOP, {"runs": loop, "from": list(plan.token), **told})
             if told and self._job.reporter is not None:
                 self._job.reporter.goal = self._goal
@@ -667,7 +668,7 @@ class Attempt:
     def leave(self, error: str | None = None) -> None:
         """Leave the job's step loop. Later work of the main thread is outside FFT."""
         self.give_up()
-        self._leaving.left(error)
+        self.leaving.left(error)
 
     def give_up(self) -> None:
         """Abandon the open txn on this thread."""

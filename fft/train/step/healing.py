@@ -173,6 +173,8 @@ class Healer:
         self._state, self._groups = rank.state, rank.groups
         self.exchange = StateExchange(rank.manager, rank.state, transfer, rank.job.report_fetch)
         self._learners = rank.settings.config.learners
+        self._token = rank.settings.token
+        self._operation_s = rank.limits["bus_operation"].seconds
         self._unreached = ""
         """The place to which the last fetch could not connect, or empty."""
         self.background_fetch: BackgroundFetch | None = None
@@ -199,6 +201,7 @@ class Healer:
         self.exchange.withdraw()
         try:
             self._groups.configure(command, models, self._to_compare(command))
+            self._job.meet_at(self._groups.home, self._token, self._operation_s)
             self._warn_of_unlike(command)
             if command.send_to:
                 self._send(command)

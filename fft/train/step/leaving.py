@@ -69,21 +69,16 @@ class Leaving:
             peer = self._job.peer
             self._job.post(Drain(groups=(peer.group,), by=f"{peer}", local=True))
 
-    def on_notice(
-        self, drain: Callable[[float | None, str], None], source: NoticeSource, interval_s: float
-    ) -> None:
+    def on_notice(self, drain: Callable[..., None], source: NoticeSource) -> None:
         """Call ``drain`` with the notices of ``source``.
 
         ``drain`` is a method, whose object is not kept alive.
         """
         reader = weakref.WeakMethod(drain)
-        self._pollers.append(Poller(source, lambda n: _pass_on(reader, n), interval_s))
+        self._pollers.append(Poller(source, lambda n: _pass_on(reader, n)))
 
     def on_signal(
-        self,
-        drain: Callable[[float | None, str], None],
-        number: signal.Signals,
-        within: float | None,
+        self, drain: Callable[..., None], number: signal.Signals, within: float | None
     ) -> None:
         """Call ``drain`` when the process gets this signal. Main thread only."""
         previous, owner = signal.getsignal(number), os.getpid()
@@ -103,7 +98,7 @@ class Leaving:
 
         signal.signal(number, handle)
 
-    def configure_from_env(self, drain_on: Callable[..., None], group: str, rank: int) -> None:
+    def configure_from_env(self, drain: Callable[..., None], group: str, rank: int) -> None:
         """Drain on the signal and the notices that the environment names.
 
         torchrun ends its processes by SIGTERM, so that is the signal there if none is named.
@@ -112,9 +107,9 @@ class Leaving:
         name = os.environ.get("FFT_DRAIN_SIGNAL", "SIGTERM" if is_torchrun else "")
         within = drain_within() or (_TORCHRUN_S if is_torchrun else None)
         if name and threading.current_thread() is threading.main_thread():
-            drain_on(_signal_of(name), within=within)
+            drain(within, on=_signal_of(name))
         if notice := os.environ.get("FFT_NOTICE"):
-            drain_on(source_of(notice, group, rank))
+            drain(on=source_of(notice, group, rank))
 
     def left(self, error: str | None = None) -> None:
         """Record that this participant has left; ``error`` is the class of the error that ended

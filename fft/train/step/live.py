@@ -28,6 +28,7 @@ from fft.messages.protocol import ENTRY, Peer, Record
 from fft.train.guard import accelerator
 from fft.train.guard.interrupt import Interrupted
 from fft.train.guard.unsafe_places import guarded
+from fft.train.limits import Feature
 from fft.train.session.error_reports import different_blocks
 from fft.train.session.rank_context import RankContext
 from fft.train.step.attempt import AttemptContext
@@ -46,7 +47,7 @@ class LiveBlocks:
     def __init__(self, rank: RankContext, loop: TransactionLoop) -> None:
         self._manager, self._limits = rank.manager, rank.limits
         self._job, self._watchers = rank.job, rank.watchers
-        self._txn, self._paradigm = rank.txn, rank.state.paradigm
+        self._txn, self._features = rank.txn, rank.features
         self._loop, self._worker, self._commits = loop, loop.worker, loop.commits
         self._attempt = loop.attempt
         self._open = ""
@@ -255,7 +256,7 @@ class LiveBlocks:
 
     def _raise_if_nested(self, place: str) -> None:
         """Raise LiveBlockMisuse for a block within another one, or within a transaction."""
-        self._paradigm.refuse_unless_lockstep("live()")
+        self._features.use(Feature.LIVE)
         if self._open:
             raise LiveBlockMisuse(
                 f"live block at {place} inside the live block at {self._open}: blocks cannot be "

@@ -92,11 +92,12 @@ class Poller:
     """Polls a source every ``interval_s`` seconds, on a thread that lives until ``close``."""
 
     def __init__(
-        self, source: NoticeSource, on_news: Callable[[Notice], None], interval_s: float
+        self,
+        source: NoticeSource,
+        on_news: Callable[[Notice], None],
+        interval_s: float = INTERVAL_S,
     ) -> None:
         """Start the thread, which calls ``on_news`` with each new notice."""
-        if not interval_s > 0:
-            raise ConfigError(f"interval_s={interval_s:g}: expected a positive number of seconds")
         self._source = source
         self._on_news = on_news
         self._interval_s = interval_s

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchft.manager import WorldSizeMode
 
 from fft.errors import (
     Drained,
@@ -25,17 +24,17 @@ from fft.errors import (
     ResultRefused,
     UnequalData,
 )
-from fft.messages.causes import CauseCode
+from fft.messages.causes import CauseCode, LeaveReason
 from fft.messages.effects import StartTxn
 from fft.messages.progress import Goal
 from fft.messages.protocol import STOP
-from fft.trace.inputs import SHARD_ENDED
 from fft.train.data.global_batch import Batches, samples_in, slices_of
 from fft.train.data.retries import Superseded
-from fft.train.data.sharded import Sharded, ShardedSource
-from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Identify, named
+from fft.train.data.sharded import ShardedSource
+from fft.train.data.source import AUGMENTATION_FIX, ORDER_FIX, DataSource, Loader, named
 from fft.train.data.step_input import StepInput
 from fft.train.gradients.reducer import Reducers
+from fft.train.limits import Feature
 from fft.train.session.error_reports import different_blocks
 from fft.train.session.participation import Participation
 from fft.train.session.rank_context import RankContext
@@ -83,7 +82,7 @@ class TransactionLoop:
         attempt: Attempt,
         worker: Worker,
     ) -> None:
-        self.job = rank.job
+        self.job, self.features = rank.job, rank.features
         self.commits, self.attempt, self.worker = commits, attempt, worker
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
@@ -103,19 +102,12 @@ class TransactionLoop:
         self.fixed_slices = 0
         """`Config.fixed_slices` of this rank; known before it joins."""
 
-    def run(
-        self,
-        loader: Any,
-        max_steps: int | None,
-        replay_only: bool,
-        identify: Identify | None = None,
-        sharded: Sharded | None = None,
-    ) -> Iterator[Transaction]:
+    def run(self, data: Loader, max_steps: int | None) -> Iterator[Transaction]:
         """See ``ManagerFFT.transactions``."""
         manager, state = self._manager, self._state
         if state.registered_state is None:
             raise FftError("call manager.register(model, optimizer) before transactions()")
-        self.paradigm.refuse_loop(loader)
+        self.paradigm.refuse_loop(data.loader)
         if self.is_over:
             raise FftError(
                 f"transactions(): this job ended at step {manager._torchft.step}, because it "
@@ -126,19 +118,19 @@ class TransactionLoop:
         self._open.by_fft = True
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
-        source = state.open_source(loader, replay_only, identify, self._shards(sharded, identify))
+        source = state.open_source(data, self.job.peer.group, self.job.bus)
         self._guard = UnregisteredStepGuard(state, self._reducers, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets
             source.open()
-            self.attempt.announce(self._goal(loader, source, max_steps))
+            self.attempt.announce(self._goal(data.loader, source, max_steps))
             yield from self.paradigm.steps(self, source, max_steps)
         finally:
             self._open.by_fft = False  # torchft's loop may follow
             self.close()
             state.close_source()
         state.checkpoints.before_change()  # the script may change the state after its loop
-        if self.is_over or not manager.asked_to_leave:
+        if self.is_over or not self.attempt.leaving.is_asked:
             self.worker.hooks.complete()
 
     def close(self) -> None:
@@ -146,41 +138,35 @@ class TransactionLoop:
         if self._guard is not None:
             self._guard.close()
 
-    def fix_batch(self, loader: Any, global_batch: int | None, sharded: Sharded | None) -> None:
-        """Give each step ``global_batch`` samples; None: as many as the groups take.
+    def use_data(self, data: Loader) -> None:
+        """Check the settings of the data, and fix the number of slices in a step.
 
         Raises:
-            FftError: The job does not support it, or runs with another number already.
-            DataError: Batches of ``loader`` do not make up such a step.
+            FftError: The job does not support them, or runs with another ``global_batch``.
+            DataError: Batches of the loader do not make up such a step.
         """
-        slices = 0
+        slices, global_batch = 0, data.global_batch
+        self.features.use(
+            *[Feature.SHARDED] * (data.sharded is not None),
+            *[Feature.SHARDED_BY_RANK] * (data.sharded == "rank"),
+            *[Feature.GLOBAL_BATCH] * (global_batch is not None),
+        )
         if global_batch is not None:
-            self._refuse_fixed_batch(sharded)
+            if not self._reducers:
+                raise FftError(
+                    "global_batch=: FFT must weight the gradients; call "
+                    "manager.sync_gradients(model) before"
+                )
             takers, groups = self.paradigm.items_per_step, self._settings.expected_groups
-            slices = slices_of(loader, global_batch, takers, groups)
+            slices = slices_of(data.loader, global_batch, takers, groups)
         engine = self.job.engine
         if engine is not None and engine.participant.config.fixed_slices != slices:
             raise FftError(
-                f"transactions(loader, global_batch={global_batch}): this job has begun with "
-                "another global_batch; pass the same in each call, and call transactions() before "
+                f"global_batch={global_batch}: this job has begun with another global_batch; pass "
+                "loaders with the same to all calls, and call transactions() before "
                 "the first live block"
             )
         self.fixed_slices = slices
-
-    def _refuse_fixed_batch(self, sharded: Sharded | None) -> None:
-        """Raise FftError if this job does not support ``global_batch=``."""
-        spec, mode = self._settings.spec.name, self._manager._torchft.replica_world_size_mode
-        why = ""
-        if not self.paradigm.can_fix_batch:
-            why = f"spec {spec!r} does not support it; use spec='hsdp' or 'ddp', or remove it"
-        elif sharded is not None:
-            why = "groups that read shards cannot take the batches of others; remove sharded="
-        elif mode == WorldSizeMode.FIXED_WITH_SPARES:
-            why = "world_size_mode=FIXED_WITH_SPARES fixes the number of groups; remove one of both"
-        elif not self._reducers:
-            why = "FFT must weight the gradients; call manager.sync_gradients(model) before"
-        if why:
-            raise FftError(f"transactions(loader, global_batch=…): {why}")
 
     def _goal(self, loader: Any, source: DataSource | ShardedSource, max_steps: int | None) -> Goal:
         """Return the planned end of the loop, for the trace and the reports of progress."""
@@ -193,15 +179,6 @@ class TransactionLoop:
             getattr(source, "items_per_data_epoch", None),
             samples_in(loader) if self.fixed_slices else getattr(loader, "samples_per_item", None),
         )
-
-    def _shards(
-        self, kind: Sharded | None, identify: Identify | None
-    ) -> Callable[[Any], ShardedSource] | None:
-        """Return a factory of sources for sharded loaders, or None if the data is not sharded."""
-        if kind is None:
-            return None
-        job, state = self.job, self._state
-        return lambda loader: state.shard_of(loader, kind, job.peer.group, job.bus, identify)
 
     def txns(
         self,
@@ -224,16 +201,16 @@ class TransactionLoop:
         inputs.alive = self._watchers.ping
         while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
                 self.attempt.step_aborted()
                 continue
             if drawn is None:
-                if isinstance(source, ShardedSource):
-                    self.job.note(SHARD_ENDED, {"shard": source.shard})
-                return True
+                is_shard = isinstance(source, ShardedSource)
+                why = LeaveReason.SHARD_ENDED if is_shard else LeaveReason.LAST_STEP
+                return self.job.has_ended(why)
             drawn_for(drawn.slice)
             step.capture()
             last_step = max_steps is not None and plan.step + 1 >= max_steps
@@ -258,23 +235,19 @@ class TransactionLoop:
                 self._state.updates.lengths.data_ended()
             # all ranks see the end of the data themselves, so no further txn has to announce it
             if txn.skipped and drawn.is_last:
-                return True
+                return self.job.has_ended(LeaveReason.LAST_STEP)
         return False
 
     def stop(self) -> None:
         """See ``ManagerFFT.stop``."""
-        if not self.paradigm.steps_together:
-            raise FftError(
-                "manager.stop(): the groups of this spec are not at the same step, so that no step "
-                "is the last one of all; call manager.drain(), which leaves with the next commit"
-            )
+        self.features.use(Feature.STOP)
         self._stop_with_next()
         if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)
 
     def _stop_with_next(self) -> None:
         local = self.job.local
-        is_asked = self._manager.asked_to_leave or (local and self.job.peer in local.leaving)
+        is_asked = self.attempt.leaving.is_asked or (local and self.job.peer in local.leaving)
         self._stops = self._stops or ("asked" if is_asked else "early")
         self._manager.drain(reason="the training was stopped")
 
@@ -419,7 +392,7 @@ class TransactionLoop:
             f"step {rollback.step} was not committed: {rollback.cause.finding}. All ranks must "
             "draw the same items in the same order, and this rank was given "
             f"{named(self._state.loader)}. Causes and fixes: (1) each group, or each rank, passes "
-            'a loader over its own share of the data: call transactions(loader, sharded="group"), '
+            'a loader over its own share of the data: pass fft.Loader(loader, sharded="group"), '
             'or "rank". (2) The seeds or other settings of the loaders differ: give all ranks the '
             "same. (3) The order was not "
             f"restored for a rank that joined: {ORDER_FIX}. (4) Only random augmentation differs: "
@@ -597,7 +570,7 @@ class Transaction(AttemptContext):
         """
         if self._drawn.dealt is not None:
             raise FftError(
-                "txn.batch: with transactions(global_batch=…) a rank computes one or several "
+                "txn.batch: with global_batch= a rank computes one or several "
                 "batches in a step; write `for batch in txn.batches:` and call backward() in it"
             )
         return self._drawn.batch
@@ -690,10 +663,7 @@ class Transaction(AttemptContext):
         Raises:
             FftError: The groups take no local steps.
         """
-        raise FftError(
-            "txn.weigh() is for groups that take local steps: fft.LocalSGD or fft.DiLoCo "
-            "with weighted=True"
-        )
+        self._loop.features.use(Feature.WEIGH)
 
     def _complete(self) -> Exception | None:
         loop, attempt = self._loop, self._attempt

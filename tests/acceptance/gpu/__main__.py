@@ -1,6 +1,6 @@
 """Test FFT on this machine's GPU: ``make gpu``, or ``python -m tests.acceptance.gpu [PART …]``.
 
-It takes at most 8 minutes, uses no network, installs nothing, and runs from the source tree.
+It takes at most 10 minutes, uses no network, installs nothing, and runs from the source tree.
 Packages that the machine lacks may lie in gpu-packages/ beside it (python -m
 tests.acceptance.gpu.packages). The results are results.jsonl in the run's folder, and docs/gpu.md
 with
@@ -57,7 +57,15 @@ def main() -> int:
         _write(lines, result)
         print(runner.in_words(result), flush=True)
 
-    results = runner.run(args.parts, args.device, args.small, args.folder, args.total, tell)
+    results = runner.run(
+        args.parts,
+        args.device,
+        args.small,
+        args.folder,
+        args.total,
+        tell,
+        gpus=about.get("count", 1),
+    )
     print(f"results: {lines}")
     if args.write:
         page.write(page.PAGE, about, results)

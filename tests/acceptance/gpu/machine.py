@@ -66,6 +66,7 @@ def described() -> dict[str, Any]:
     note("cuda", lambda: torch.version.cuda)
     note("unusable", lambda: _unusable(torch))
     if not found["unusable"]:
+        note("count", torch.cuda.device_count)
         note("device", lambda: torch.cuda.get_device_name(0))
         note(
             "memory_gib",

@@ -48,12 +48,14 @@ def run(
     total_s: float,
     tell: Callable[[dict[str, Any]], None],
     command: Callable[[Part], list[str]] | None = None,
+    gpus: int = 1,
 ) -> list[dict[str, Any]]:
     """Return the results of ``parts``: for each its status, its duration, and its findings.
 
     Args:
         tell: Called with each result as soon as it exists.
         command: The command that runs a part, for tests.
+        gpus: Number of GPUs of this machine.
     """
     _inherit_orphans()
     began = time.monotonic()
@@ -67,6 +69,8 @@ def run(
         left = deadline - time.monotonic()
         if device == "cpu" and not part.on_cpu:
             result = _not_run(part, "skipped", "needs a GPU")
+        elif device == "cuda" and part.gpus > gpus:
+            result = _not_run(part, "skipped", "one GPU")
         elif left < _LEAST_S:
             why = f"the {total_s:g} s for all parts were over"
             result = _not_run(part, "not begun", why)

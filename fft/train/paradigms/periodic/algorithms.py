@@ -10,6 +10,7 @@ from torch import nn
 from torchft.manager import Manager
 
 from fft.errors import FftError
+from fft.train.limits import Feature
 from fft.train.paradigms.periodic.contribution import Packing
 from fft.train.paradigms.periodic.shared_state import Fragment, Storage
 from fft.train.paradigms.periodic.synchronizer import Synchronizer, SyncSchedule
@@ -35,6 +36,7 @@ class LocalSGD(Synchronizer):
     """
 
     algorithm = "local_sgd"
+    feature = Feature.LOCAL_SGD
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class DiLoCo(Synchronizer):
     """
 
     algorithm = "diloco"
+    feature = Feature.DILOCO
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from fft.errors import DataError, FftError, ResultRefused
 from fft.messages.effects import StartTxn
 from fft.train.data.source import LeasedInputs
 from fft.train.data.step_input import StepInput
+from fft.train.limits import Feature, reason
 from fft.train.paradigms.periodic.synchronizer import Synchronizer
 from fft.train.session.error_reports import text_of
 from fft.train.session.rank_context import RankContext
@@ -27,10 +28,7 @@ from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
 
-_IN_A_STEP = (
-    "manager.allreduce() while the groups step alone: the others are not at the same step, so that "
-    "none may ever answer. Groups meet when they synchronise; write metrics with txn.log()"
-)
+_IN_A_STEP = f"{Feature.ALLREDUCE} {reason(Feature.ALLREDUCE, Feature.LOCAL_STEPS)}"
 
 
 class PeriodicLoop:

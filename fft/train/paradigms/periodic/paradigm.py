@@ -11,9 +11,10 @@ import torch
 from fft.errors import FftError
 from fft.messages.effects import StartTxn
 from fft.train.checkpoint.loading import refuse_other_kind
-from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource, LeasedInputs
-from fft.train.paradigms.lockstep import Lockstep, no_shares
+from fft.train.limits import Feature
+from fft.train.paradigms.lockstep import Lockstep
 from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.session.paradigm import Committed, SharedState
@@ -31,6 +32,7 @@ class Periodic(Lockstep):
         synchronizer: The LocalSGD or DiLoCo instance of the script, or None before it is created.
     """
 
+    kind = Feature.LOCAL_STEPS
     can_reform = False
     steps_together = False
 
@@ -42,28 +44,12 @@ class Periodic(Lockstep):
         """Return a new local phase for a synchronizer with ``fragments`` fragments."""
         return LocalPhase(fragments)
 
-    def refuse_synchronizer(self, synchronizer: Synchronizer) -> None:
-        """Raise FftError if this paradigm does not support the settings of ``synchronizer``."""
-
     def synchronize_by(self, synchronizer: Synchronizer) -> None:
-        """Apply ``synchronizer`` to the shared state when a txn of the job commits.
-
-        Raises:
-            FftError: The script already averages gradients.
-        """
+        """Apply ``synchronizer`` to the shared state when a txn of the job commits."""
         self.synchronizer = synchronizer
         self._rank.state.compare_by(synchronizer.shared.fingerprint)
-        if self._rank.reducers:
-            self.refuse_sync()
 
     # --- the job ---
-
-    def refuse_torchft_loop(self) -> None:
-        raise FftError(
-            "start_quorum(), of torchft's loop, with spec="
-            f"{self._rank.settings.spec.name!r}: there groups step in manager.transactions(loader)."
-            " torchft's own LocalSGD and DiLoCo run with spec='hsdp'"
-        )
 
     def common_settings(self) -> Mapping[str, Any]:
         return {} if self.synchronizer is None else self.synchronizer.plan
@@ -91,14 +77,6 @@ class Periodic(Lockstep):
     def is_outer(self, optimizer: torch.optim.Optimizer) -> bool:
         outer = () if self.synchronizer is None else self.synchronizer.outer
         return any(each is optimizer for each in outer)
-
-    def refuse_sync(self) -> None:
-        if self.synchronizer is not None:
-            raise FftError(
-                "gradients averaged by sync_gradients(), or by DistributedDataParallel, with fft."
-                f"{type(self.synchronizer).__name__}: groups that step alone have no common "
-                "backward pass in which they could be; leave the call, or the wrapper, out"
-            )
 
     @property
     def steps_use_state(self) -> bool:
@@ -131,9 +109,6 @@ class Periodic(Lockstep):
 
     # --- inputs and the loop ---
 
-    def refuse_sharded(self, kind: Sharded) -> None:
-        raise no_shares(kind)
-
     @property
     def items_in_slice(self) -> int:
         assert self.synchronizer is not None, "looked at before"
@@ -151,6 +126,8 @@ class Periodic(Lockstep):
     ) -> Iterator[InnerTransaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
+        if not source.in_any_order:
+            self._rank.features.use(Feature.SEQUENTIAL)
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.items_per_step, self.batches.number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)

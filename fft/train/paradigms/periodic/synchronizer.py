@@ -21,6 +21,7 @@ from fft.errors import FftError
 from fft.messages.causes import CauseCode
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Fault
+from fft.train.limits import Feature
 from fft.train.paradigms.periodic.contribution import Contribution, Packing
 from fft.train.paradigms.periodic.shared_state import Fragment, SharedState, Storage
 from fft.train.session.rank_context import RankContext
@@ -139,6 +140,7 @@ class Synchronizer(ABC):
     """
 
     algorithm: ClassVar[str]
+    feature: ClassVar[Feature]
 
     def __init__(
         self,
@@ -176,13 +178,12 @@ class Synchronizer(ABC):
     def _refuse_unfit(
         self, inner: torch.optim.Optimizer, outer: Sequence[torch.optim.Optimizer]
     ) -> None:
-        rank = self._rank
-        if not rank.settings.spec.is_periodic:
-            raise FftError(
-                f"{self.name} needs ManagerFFT(…, spec={self.algorithm!r}), not spec="
-                f"{rank.settings.spec.name!r}, by which all groups step together"
-            )
-        rank.manager._parts.paradigm.refuse_synchronizer(self)
+        rank, features = self._rank, [self.feature]
+        if self.schedule.fragments > 1 or self.schedule.delay:
+            features.append(Feature.FRAGMENTS)
+        if self.packing.is_weighted:
+            features.append(Feature.WEIGHTED)
+        rank.features.use(*features)
         if rank.state.registered_state is None or not rank.state.updates.has(inner):
             raise FftError(
                 f"call manager.register(model, inner_optimizer, …) before {self.name}(…), so "

@@ -8,13 +8,14 @@ from typing import Any
 from torch import nn
 
 from fft.train.gradients.reducer import Reducer
+from fft.train.limits import Feature
 from fft.train.paradigms.lockstep import Lockstep
 
 
 class Pipelined(Lockstep):
     """Each stage is averaged with the same stage of the other groups, in one txn of the job."""
 
-    can_fix_batch = False
+    kind = Feature.PIPELINE
 
     def refuse_unconnected(self) -> None:
         """Accept ranks without a process group, since stages may communicate in another way."""

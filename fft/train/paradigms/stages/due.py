@@ -14,10 +14,12 @@ stage that has ended for good delivers its last state to the checkpoints of the 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from fft.bus import ErrorBus
 from fft.checkpoints.files import attempt_name
@@ -27,20 +29,12 @@ from fft.errors import BusError, CheckpointError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record, Token
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere
 from fft.train.paradigms.stages.scope import StageScope
 from fft.train.session.checkpoint_schedule import (
-    AT,
-    NAMED,
-    AnnouncedSchedule,
-    Announcement,
     CheckpointSchedule,
     Named,
-    announcements_on,
-    departed_groups,
-    encode_announcements,
-    epoch_to_name_in,
     is_first,
+    report_skipped,
 )
 from fft.train.session.participation import Participation
 
@@ -49,7 +43,60 @@ _POLL_S = 0.2
 _REPEAT_S = 60.0
 """Seconds for the stages in between to repeat the last entry of the first stage after its end."""
 
+AT = "checkpoint/at"
+"""Register of a scope's bus that holds the newest announcements of checkpoints."""
+NAMED = 2
+"""Maximum number of announcements in the register.
+
+One checkpoint may be in progress when the last one of the job is announced.
+"""
+
 logger = logging.getLogger(__name__)
+
+
+class Announcement(NamedTuple):
+    """An entry of the register, which announces a checkpoint at a txn of its scope."""
+
+    token: Token
+    """The txn at whose commit the checkpoint is taken; without a commit there is no checkpoint."""
+    step: int
+    """Step of the checkpoint."""
+    writer: str
+    """The group whose ranks write the shared state of all groups."""
+    name: str
+    """Name of the attempt."""
+    cursor: int
+    """Data position at the end of the txn."""
+    is_last: bool
+    """Whether the commit of the txn may be the last one of the job."""
+
+    @property
+    def named(self) -> Named:
+        """The checkpoint that this entry announces."""
+        return Named(self.name, self.step, self.writer)
+
+
+def announcements_on(bus: ErrorBus) -> tuple[Announcement, ...]:
+    """Read the announcements on the bus of a scope. Raises BusError, ValueError."""
+    if (held := bus.read(AT)) is None:
+        return ()
+    try:
+        return tuple(Announcement(Token(*token), *rest) for token, *rest in json.loads(held))
+    except TypeError as error:
+        raise ValueError(f"the register {AT} holds no announcements of checkpoints") from error
+
+
+def announce(bus: ErrorBus, others: Sequence[Announcement], word: Announcement) -> None:
+    """Write an announcement behind those of ``others`` that fit. Raises BusError."""
+    bus.write(AT, json.dumps([*others, word][-NAMED:]).encode())
+
+
+def epoch_to_name_in(job: Participation, plan: StartTxn) -> Record | None:
+    """Return the epoch of the txn if this rank announces checkpoints of its scope, else None."""
+    epoch = None if job.local is None else job.local.epoch
+    if epoch is None or epoch.epoch != plan.token.epoch or not is_first(job.peer, epoch):
+        return None
+    return epoch
 
 
 def schedule_of_stage(
@@ -68,7 +115,7 @@ def schedule_of_stage(
     before = next((other.bus for other, bound in pairs if not bound.ahead), None)
     if before is None:
         return FirstStageSchedule(plan, job, stage.bus, is_busy)
-    return LaterStageSchedule(job, stage.bus, before, stage.first(), limit_s)
+    return LaterStageSchedule(plan, job, (stage.bus, before), stage.first(), limit_s)
 
 
 def refuse_forks(spec: FsmSpec) -> None:
@@ -85,15 +132,50 @@ def refuse_forks(spec: FsmSpec) -> None:
             )
 
 
-class FirstStageSchedule(AnnouncedSchedule):
-    """The rule for the first stage, which decides."""
+class FirstStageSchedule(CheckpointSchedule):
+    """The rule for the first stage, whose first rank decides and informs the next stage.
 
-    def _unnamed_last(self, record: Record, epoch: Record) -> Named | None:
-        """Return None, since the other stages read announcements only in the register."""
-        is_named = any(word.token == record.token for word in self._words)
-        why = "it is a skip" if is_named else "all groups have left with it"
+    Args:
+        bus: Bus of this stage's scope.
+    """
+
+    def __init__(
+        self, plan: Checkpointing, job: Participation, bus: ErrorBus, is_busy: Callable[[], bool]
+    ) -> None:
+        super().__init__(plan, job, is_busy)
+        self._bus = bus
+
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """See `CheckpointSchedule.asks`; the announcement precedes the vote."""
+        is_due = super().asks(plan, False, skip)
+        if (epoch := epoch_to_name_in(self._job, plan)) is None:
+            return False
+        local = self._job.local  # it also has the groups that have left
+        is_drained = local is not None and bool(local.leaving & epoch.peer_set)
+        may_end = (last and not skip) or is_drained
+        if not (may_end or is_due):
+            return False
+        step, name = plan.step + (not skip), attempt_name(self._job.bus.generation, f"{plan.token}")
+        writer = epoch.members[0].group
+        word = Announcement(plan.token, step, writer, name, plan.next_cursor, may_end)
+        return self._announce(word, plan.step) is not None
+
+    def due(self, record: Record, epoch: Record) -> Named | None:
+        """See `CheckpointSchedule.due`.
+
+        A checkpoint that was not announced is not taken, since the other stages lack it.
+        """
+        if super().due(record, epoch) is None:
+            return None
+        why = "it is a skip" if record.skip else "all groups have left with it"
         why += ", which was not known when it was voted for"
-        self._give_up(record.step, why)
+        try:
+            for word in announcements_on(self._bus):
+                if (word.token, word.step) == (record.token, record.step):
+                    return word.named
+        except (BusError, ValueError) as error:
+            why = f"its announcement cannot be read: {error}"
+        report_skipped(self._job.report_checkpoint, record.step, why)
         return None
 
     def ended(self, record: Record, epoch: Record) -> Named | None:
@@ -102,45 +184,47 @@ class FirstStageSchedule(AnnouncedSchedule):
         Groups reach this place one by one and may be in different epochs then.
         """
         name = attempt_name(self._job.bus.generation, f"end|{record.lineage}|{record.cursor}")
-        writer = frozenset(epoch.members[0].peers())
-        word = Announcement(Token(epoch.epoch, 0), record.step, writer, name, record.cursor, True)
-        try:
-            self._look()
-            said = next((w for w in self._words if w.name == name), None)
-            if said is None and is_first(self._job.peer, epoch):
-                self._say(word, record.step)
-        except (BusError, ValueError) as error:
-            self._give_up(record.step, f"the checkpoint could not be announced: {error}")
-            return None
-        return (said or word).named
-
-    def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `CheckpointSchedule.left`."""
-        return departed_groups(self._job, epoch)
+        writer, token = epoch.members[0].group, Token(epoch.epoch, 0)
+        word = Announcement(token, record.step, writer, name, record.cursor, True)
+        return self._announce(word, record.step, is_first(self._job.peer, epoch))
 
     def is_awaited(self, record: Record) -> bool:
         """Whether the next stage has not reached this position, as far as this rank knows. Any
         thread."""
-        after = self._next
+        local = self._job.local
+        after = None if local is None else next((e for e in local.elsewhere if e.ahead), None)
         return after is not None and not after.has_ended and after.cursor < record.cursor
 
-    @property
-    def _next(self) -> Elsewhere | None:
-        local = self._job.local
-        return None if local is None else next((e for e in local.elsewhere if e.ahead), None)
+    def _announce(self, word: Announcement, done: int, writes: bool = True) -> Named | None:
+        """Announce a checkpoint, unless another group has announced it.
 
-    def _may_end(self, last: bool, epoch: Record) -> bool:
-        """Whether to announce the txn as possibly the last: also once a drain is requested."""
-        local = self._job.local  # it also has those that have left
-        return last or (local is not None and bool(local.leaving & epoch.peer_set))
+        Args:
+            word: The announcement.
+            done: The last committed step. An entry for a later one belongs to a txn that did not
+                commit.
+            writes: Whether this rank announces checkpoints.
+
+        Returns:
+            The announced checkpoint, or None if the register cannot be read or written.
+        """
+        try:
+            words = announcements_on(self._bus)
+            if (said := next((w for w in words if w.name == word.name), None)) is not None:
+                return said.named
+            if writes:
+                announce(self._bus, [w for w in words if w.step <= done], word)
+        except (BusError, ValueError) as error:
+            why = f"it could not be announced: {error}"
+            report_skipped(self._job.report_checkpoint, word.step, why)
+            return None
+        return word.named
 
 
 class LaterStageSchedule(CheckpointSchedule):
     """The rule for a stage that follows another one.
 
     Args:
-        bus: Bus of this stage's scope.
-        before: Bus of the scope of the stage before.
+        buses: Buses of this stage's scope and of the stage before.
         first: Scope of the first stage.
         limit_s: Seconds without a record of the first stage after which it counts as lost.
     """
@@ -148,9 +232,15 @@ class LaterStageSchedule(CheckpointSchedule):
     outlives = True
 
     def __init__(
-        self, job: Participation, bus: ErrorBus, before: ErrorBus, first: OtherScope, limit_s: float
+        self,
+        plan: Checkpointing,
+        job: Participation,
+        buses: tuple[ErrorBus, ErrorBus],
+        first: OtherScope,
+        limit_s: float,
     ) -> None:
-        self._job, self._bus, self._before = job, bus, before
+        super().__init__(plan, job, lambda: False)
+        self._bus, self._before = buses
         self._first, self._limit_s = first, limit_s
         self._taken = set[str]()
         """Names of the checkpoint attempts that this rank has taken part in or given up."""
@@ -159,11 +249,11 @@ class LaterStageSchedule(CheckpointSchedule):
         self._is_first = False
         """Whether this rank is the first one of the members."""
 
-    def before_vote(self, plan: StartTxn, last: bool, skip: bool) -> None:
-        """See `CheckpointSchedule.before_vote`: announce this txn if it ends at the cut of the
-        stage before."""
+    def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
+        """See `CheckpointSchedule.asks`: announce this txn if it ends at the cut of the stage
+        before."""
         if epoch_to_name_in(self._job, plan) is None:
-            return
+            return False
         end, groups = plan.next_cursor, plan.next_cursor - plan.cursor
         try:
             for word in announcements_on(self._before):
@@ -173,6 +263,7 @@ class LaterStageSchedule(CheckpointSchedule):
             logger.warning(
                 "a checkpoint may lack this stage, whose txn could not be announced: %s", error
             )
+        return False
 
     def _say(self, word: Announcement, token: Token, cursor: int) -> None:
         """Announce this stage's txn for the checkpoint ``word``, unless an earlier one is.
@@ -183,8 +274,7 @@ class LaterStageSchedule(CheckpointSchedule):
         if any(w.name == word.name and w.cursor < cursor for w in mine):
             return
         others = [w for w in mine if w.name != word.name]
-        own = word._replace(token=token, cursor=cursor)
-        self._bus.write(AT, encode_announcements([*others, own][-NAMED:]))
+        announce(self._bus, others, word._replace(token=token, cursor=cursor))
 
     def due(self, record: Record, epoch: Record) -> Named | None:
         """See `CheckpointSchedule.due`; a skip has a position in the data like any other txn."""
@@ -254,10 +344,6 @@ class LaterStageSchedule(CheckpointSchedule):
             if time.monotonic() - since > (_REPEAT_S if has_ended else self._limit_s):
                 return
             stops.wait(_POLL_S)
-
-    def left(self, record: Record, epoch: Record) -> frozenset[str]:
-        """See `CheckpointSchedule.left`."""
-        return departed_groups(self._job, epoch)
 
     def is_awaited(self, record: Record) -> bool:
         """See `CheckpointSchedule.is_awaited`: the first stage publishes, and no other stage

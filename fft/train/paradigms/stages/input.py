@@ -21,6 +21,7 @@ from fft.errors import DataError, FftError
 from fft.trace.inputs import ENTRY
 from fft.train.data.retries import Superseded
 from fft.train.data.source import Due, as_source
+from fft.train.limits import Feature
 from fft.train.paradigms.stages.output import (
     JOIN_S,
     LOST,
@@ -30,7 +31,6 @@ from fft.train.paradigms.stages.output import (
     authenticate,
     cut,
     key_of,
-    refuse_other_spec,
 )
 from fft.train.session.rank_context import RankContext
 from fft.train.session.scope import RankScope
@@ -54,7 +54,7 @@ class StageInput:
 
     def __init__(self, manager: Manager, loader: Any) -> None:
         rank: RankContext = manager._parts
-        refuse_other_spec(rank)
+        rank.features.use(Feature.STAGE_QUEUE)
         self._manager, self._rank = manager, rank
         before = [other.scope for other in rank.scope.flow if not other.ahead]
         if len(before) != 1:

@@ -31,13 +31,14 @@ from torchft.manager import Manager
 from fft.bus.addresses import own_address
 from fft.bus.token import derive
 from fft.engine.loop import Engine
-from fft.errors import DataError, FftError
+from fft.errors import FftError
 from fft.protocol.flow import has_left_well
 from fft.protocol.state import Elsewhere
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataSource, Due
 from fft.train.guard.watchers import Watchers
+from fft.train.limits import Feature
 from fft.train.session.rank_context import RankContext
 from fft.util.kernel_limit import limit_in_kernel
 from fft.util.listening import Waiting, listening_on
@@ -54,15 +55,6 @@ PLAIN = (int, float, bool, str, bytes, type(None))
 
 class Unauthenticated(Exception):
     """The other end has not authenticated by the job's token in time."""
-
-
-def refuse_other_spec(rank: RankContext) -> None:
-    """Raise FftError unless the stages of the spec have their own scopes."""
-    if not rank.scope.by_rank:
-        raise FftError(
-            f"spec {rank.settings.spec.name!r} has no stages that commit independently: use "
-            "spec='pipeline_ahead'"
-        )
 
 
 def key_of(rank: RankContext) -> bytes:
@@ -169,7 +161,7 @@ class StageOutput:
 
     def __init__(self, manager: Manager, produce: Callable[[Any], Any]) -> None:
         rank: RankContext = manager._parts
-        refuse_other_spec(rank)
+        rank.features.use(Feature.STAGE_QUEUE)
         self._manager, self._rank = manager, rank
         after = [other.scope for other in rank.scope.flow if other.ahead]
         if len(after) != 1:
@@ -193,7 +185,7 @@ class StageOutput:
         self._forgets = self._is_finished = False
         self._put_in: tuple[int, int] | None = None
         """The attempt in which `put` was called last."""
-        self._source: DataSource | None = None
+        self.source: DataSource | None = None
         self._key = key_of(rank)
         host = own_address(self._rank.settings.bus_url)
         self._waiting = Waiting()
@@ -260,16 +252,6 @@ class StageOutput:
         with self._changed:
             self._entries |= {number: _Entry(value, v) for number, v, value in entries}
 
-    def draws_from(self, source: DataSource) -> None:
-        """Set the source from which missing entries are recomputed. Raises DataError."""
-        if not source.in_any_order:
-            raise DataError(
-                "an entry that is lost with its group is recomputed from its slice, but this "
-                "loader can only be read from its beginning; use fft.CursorLoader or "
-                "fft.StreamLoader"
-            )
-        self._source = source
-
     def serve_until_command(
         self, engine: Engine, watchers: Watchers, computing: int | None
     ) -> None:
@@ -301,8 +283,8 @@ class StageOutput:
             self._make(number)
 
     def _make(self, number: int) -> None:
-        assert self._source is not None, "the loop has begun"
-        batch = copied(self._source.take(Due(0, number, 1)))
+        assert self.source is not None, "the loop has begun"
+        batch = copied(self.source.take(Due(0, number, 1)))
         try:
             with self._rank.state.preserved(), torch.no_grad():
                 value = tree_map(cpu_copy, self._produce(batch))
@@ -353,7 +335,7 @@ class StageOutput:
                 drains too.
             was_left: the loop was left by `break`, and its loader is closed.
         """
-        if self._is_finished or self._source is None or self._closed:
+        if self._is_finished or self.source is None or self._closed:
             return
         self._is_finished = True
         limit_s = self._rank.limits["flow_limit"].seconds
@@ -373,7 +355,7 @@ class StageOutput:
                 if not self._wanted or self._closed or not self._has_state:
                     break
             if was_left:
-                self._source.open()
+                self.source.open()
                 was_left = False  # once
             self.compute_requested()
         if not came:
@@ -490,7 +472,7 @@ class StageOutput:
 
     def _loader_mismatch(self, consumer: Consumer) -> str | None:
         """Return the message for a consumer with another loader, or None if the loaders match."""
-        mine = None if self._source is None else repr(self._source.export(0))
+        mine = None if self.source is None else repr(self.source.export(0))
         if mine is None or consumer.data in ("", mine):
             return None
         return (

@@ -8,11 +8,10 @@ from typing import Any
 
 from fft.checkpoints.plan import Checkpointing
 from fft.engine.loop import Engine
-from fft.errors import FftError
 from fft.messages.effects import StartTxn
-from fft.train.data.sharded import Sharded, ShardedSource
+from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource
-from fft.train.paradigms.lockstep import no_shares
+from fft.train.limits import Feature
 from fft.train.paradigms.pipeline.paradigm import Pipelined
 from fft.train.paradigms.stages.due import refuse_forks, schedule_of_stage
 from fft.train.paradigms.stages.input import refuse_unconnected
@@ -32,6 +31,7 @@ class AsyncPipeline(Pipelined):
         output: The queue to the next stage, or None before the script creates it.
     """
 
+    kind = Feature.INDEPENDENT_STAGES
     can_reform = False
     steps_together = False
 
@@ -40,18 +40,7 @@ class AsyncPipeline(Pipelined):
         self._scope = scope
         self.output: StageOutput | None = None
 
-    # --- the job ---
-
-    def refuse_torchft_loop(self) -> None:
-        raise FftError(
-            f"start_quorum() is not supported with spec={self._rank.settings.spec.name!r}: use "
-            "manager.transactions(loader), or spec='pipeline' for stages that commit together"
-        )
-
     # --- inputs and the loop ---
-
-    def refuse_sharded(self, kind: Sharded) -> None:
-        raise no_shares(kind)
 
     def refuse_loop(self, loader: Any) -> None:
         refuse_unconnected(self._scope, self.output, loader)
@@ -62,7 +51,9 @@ class AsyncPipeline(Pipelined):
         rank, output = self._rank, self.output
         assert not isinstance(source, ShardedSource), "refused before"
         if output is not None:
-            output.draws_from(source)
+            if not source.in_any_order:
+                rank.features.use(Feature.SEQUENTIAL)
+            output.source = source
 
         def make_others(computing: int | None) -> None:
             if output is not None:

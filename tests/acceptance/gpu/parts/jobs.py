@@ -32,6 +32,7 @@ class Ended:
     audit: int
     """Exit code of ``fft audit``; 0 means that the traces meet all guarantees."""
     audit_text: str
+    groups: int = 2
 
     @property
     def bits(self) -> set[str]:
@@ -40,8 +41,9 @@ class Ended:
 
     @property
     def is_whole(self) -> bool:
-        """Whether both groups ended with the same bits, and the audit found nothing."""
-        return self.code == 0 and len(self.words) == 2 and len(self.bits) == 1 and self.audit == 0
+        """Whether all groups ended with the same bits, and the audit found nothing."""
+        all_ended = self.code == 0 and len(self.words) == self.groups
+        return all_ended and len(self.bits) == 1 and self.audit == 0
 
     def in_words(self) -> str:
         """Return the reason for which it is not whole, if it is not."""
@@ -66,6 +68,7 @@ def run(
     name: str,
     faults: list[dict[str, Any]],
     steps: int = 0,
+    groups: int = 2,
     **options: str,
 ) -> Ended:
     """Train with the faults up to ``steps``; with 0 until some steps after all faults have fired.
@@ -75,7 +78,7 @@ def run(
     words = ["--device", setting.device, "--out", "{folder}", "--steps", str(steps)]
     words += ["--small"] if setting.small else []
     words += [part for key, value in options.items() for part in (f"--{key}", value)]
-    return run_script(setting, name, faults, TRAINER, words, ends_after_plan=not steps)
+    return run_script(setting, name, faults, TRAINER, words, not steps, groups)
 
 
 def run_script(
@@ -85,8 +88,9 @@ def run_script(
     script: Path,
     arguments: list[str],
     ends_after_plan: bool = False,
+    groups: int = 2,
 ) -> Ended:
-    """Run ``script`` in two groups with the faults, in a new folder ``{folder}``.
+    """Run ``script`` in the groups with the faults, in a new folder ``{folder}``.
 
     Raises ModuleNotFoundError if a package that the job's processes need is not installed.
     """
@@ -95,7 +99,7 @@ def run_script(
     folder = setting.folder / name
     folder.mkdir()
     limit_s = max(1.0, min(LIMITS_S[setting.device], setting.left() - _AUDIT_S))
-    words = ["run", "--groups", "2", "--no-progress", "--no-lighthouse"]
+    words = ["run", "--groups", str(groups), "--no-progress", "--no-lighthouse"]
     words += ["--trace-dir", str(folder / "traces"), "--timeout", str(limit_s)]
     if faults:
         plan = folder / "faults.json"
@@ -108,7 +112,9 @@ def run_script(
     audit = _fft(["audit", str(folder / "traces")], 60)
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
     logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("traces/logs/*.log")))
-    return Ended(done.returncode, done.stdout + logs, ends, audit.returncode, audit.stdout.strip())
+    return Ended(
+        done.returncode, done.stdout + logs, ends, audit.returncode, audit.stdout.strip(), groups
+    )
 
 
 def _fft(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:

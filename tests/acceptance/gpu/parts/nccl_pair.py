@@ -29,19 +29,27 @@ SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+TWO_GPUS = "a GPU for each rank"
+
+
+def visible_gpus() -> list[str]:
+    """Return the first two devices that this process may use, as CUDA names them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    return [name.strip() for name in names][:2]
+
+
 WAYS: dict[str, dict[str, list[dict[str, str]]]] = {
     "cuda": {
         "NCCL_MULTI_RANK_GPU_ENABLE=1": [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"}] * 2,
         "NCCL_HOSTID for each rank, over sockets": [
             {"NCCL_HOSTID": f"trial-{rank}", **SOCKETS} for rank in range(2)
         ],
+        TWO_GPUS: [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible_gpus()],
     },
     "cpu": {"gloo": [{}, {}]},
 }
-"""Ways to let two ranks share a device: the environment of each.
-
-Otherwise NCCL refuses ("Duplicate GPU detected").
-"""
+"""Ways to run two ranks: the environment of each. All but the last share a device, which NCCL
+refuses otherwise ("Duplicate GPU detected")."""
 _TRIAL_S = {"connects": 15.0, "blocked": 25.0, "fsdp": 30.0}
 """Maximum seconds for both ranks together; twice as long without a GPU, on few cores."""
 _KILL_S = 5.0
@@ -49,9 +57,10 @@ _REFUSED = ("Duplicate GPU", "invalid usage", "invalid argument", "ncclInvalid")
 """NCCL's error texts if two ranks may not share a GPU; other errors are not the machine's."""
 
 
-def run(pen: Pen, setting: Setting) -> None:
-    """Use the first way that connects, with each kind of group."""
-    rings, ways = list(RINGS[setting.device]), WAYS[setting.device]
+def run(pen: Pen, setting: Setting, ways: Sequence[str] = ()) -> None:
+    """Use the first of the ways that connects, with each kind of group."""
+    rings = list(RINGS[setting.device])
+    ways = ways or [name for name in WAYS[setting.device] if name != TWO_GPUS]
     way = None
     for name in ways:
         ended = _run(setting, name, "connects", rings[0])
@@ -62,7 +71,7 @@ def run(pen: Pen, setting: Setting) -> None:
         if not ended.is_refused:
             pen.check(f"two ranks connect by {name}, or NCCL says why not", False, ended.text)
     if way is None:
-        pen.absent("two ranks on one GPU", "this NCCL connects them in no way that is known")
+        pen.absent("two ranks", "this NCCL connects them in no way that is known")
         return
     for ring in rings:
         with pen.trial(f"a blocked rank, by {ring}"):

@@ -1,4 +1,4 @@
-"""One of two processes that train the tests' model under torch's DDP, or under torchft.
+"""One of the processes that train the tests' model under torch's DDP, or under torchft.
 
 At its end it writes ``end-<rank>.json`` with the times of its steps.
 """
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True, help="number of processes")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
@@ -68,7 +69,9 @@ def _loop(
 
 def _ddp(args: argparse.Namespace, model: nn.Module, loader: Any, took: list[float]) -> None:
     store = dist.TCPStore("localhost", args.port, wait_for_workers=False, timeout=LIMIT)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=2, timeout=LIMIT)
+    dist.init_process_group(
+        "gloo", store=store, rank=args.rank, world_size=args.size, timeout=LIMIT
+    )
     wrapped = DistributedDataParallel(model)
     _loop(args, wrapped, loader, torch.optim.AdamW(model.parameters(), lr=1e-3), took)
     dist.destroy_process_group()
@@ -82,7 +85,7 @@ def _torchft(args: argparse.Namespace, model: nn.Module, loader: Any, took: list
         pg=torchft.ProcessGroupGloo(LIMIT),
         load_state_dict=lambda state: None,
         state_dict=dict,
-        min_replica_size=2,
+        min_replica_size=args.size,
         replica_id=f"rival_{args.rank}",
         store_addr="localhost",
         store_port=own.port,
