@@ -72,7 +72,7 @@ def mutants(
         str, typer.Argument(help="A spec whose rows, guards and effects are changed one by one.")
     ] = "hsdp",
     every: Annotated[
-        bool, typer.Option("--all", help="All changes; takes half an hour. Else one in 25.")
+        bool, typer.Option("--all", help="All changes; takes half an hour. Else one in 50.")
     ] = False,
     write: Annotated[
         Path | None, typer.Option(help="Write the table between the markers of this file.")

@@ -184,6 +184,10 @@ def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
         yield replace(effect, proposal=replace(effect.proposal, odd=most))
 
 
+def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    return ()
+
+
 def _unseen_in_lineage(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     lineage = s.lineage
     EFFECTS["note_applied"](s, c, event)
@@ -601,6 +605,13 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted(
             actions=proposing("propose_epoch", lambda s, record: replace(record, epoch=1))
         ),
+    ),
+    Mutant(
+        "txn_number_repeats",
+        "The txn after a commit has the number of the one before.",
+        "shard_unity",
+        small(commits=2),
+        participant=planted(actions={"next_txn": _same_txn}),
     ),
     Mutant(
         "step_not_in_lineage",

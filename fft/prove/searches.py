@@ -38,7 +38,7 @@ from fft.prove.workers import Tell, in_order, processes, spread
 _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
 """Memory of a process that searches the largest of the sets of bounds, with a margin."""
 
-ONE_IN = 25
+ONE_IN = 50
 """Of so many mutants of the operators one is judged, unless all are."""
 
 

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 _TIMER = "arming a timer reads and changes nothing that the other effect does"
 EQUIVALENT: Mapping[str, str] = {
     "* after rearm": _TIMER,
-    "*: rearm after *": _TIMER,
     "* after arm *": _TIMER,
     "*: arm * after *": _TIMER,
     "*: count_failure after cancel_futures": "one counts here, the other sends a request",
