@@ -94,7 +94,7 @@ def _row_of(spec: FsmSpec, mutation: Mutation) -> Part | None:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a mutant. ``judge`` is empty if it survived."""
+    """The fate of a mutant. ``judge`` is empty if it survived."""
 
     name: str
     judge: str

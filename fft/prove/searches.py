@@ -39,7 +39,7 @@ _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
 """Memory of a process that searches the largest of the sets of bounds, with a margin."""
 
 ONE_IN = 50
-"""Of so many mutants of the operators one is judged, unless all are."""
+"""The operators make this many mutants for each one that is judged, unless all are."""
 
 
 @dataclass(frozen=True)
