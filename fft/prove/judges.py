@@ -103,13 +103,13 @@ class Fate:
     @property
     def is_known(self) -> bool:
         """Whether it was found, or is listed as equivalent and was not."""
-        return bool(self.judge) != bool(reason_for(self.name))
+        return self.judge == "same" or bool(self.judge) != bool(reason_for(self.name))
 
     def __str__(self) -> str:
         why = reason_for(self.name)
         if not self.judge:
             return f"{'equivalent' if why else 'SURVIVES'} {self.name}: {why or self.detail}"
-        listed = f"; LISTED as equivalent: {why}" if why else ""
+        listed = "" if self.is_known else f"; LISTED as equivalent: {why}"
         return f"{self.judge} {self.name}: {self.detail}{listed}"
 
 

@@ -115,6 +115,7 @@ def test_change_without_an_effect_survives_and_must_be_explained(
     assert fate.is_known and str(fate).endswith("a reason")
     found = Fate(same.name, "search", "agreement")
     assert not found.is_known and "LISTED as equivalent: a reason" in str(found)
+    assert Fate(same.name, "same", "it changes no answer").is_known
 
 
 @pytest.mark.usefixtures("few_judges")
