@@ -68,14 +68,20 @@ def check(
 
 
 def mutants(
+    spec: Annotated[
+        str, typer.Argument(help="A spec whose rows, guards and effects are changed one by one.")
+    ] = "hsdp",
+    every: Annotated[
+        bool, typer.Option("--all", help="All changes; takes half an hour. Else one in 50.")
+    ] = False,
     write: Annotated[
         Path | None, typer.Option(help="Write the table between the markers of this file.")
     ] = None,
     jobs: Jobs = None,
 ) -> None:
-    """Plant known bugs and show which property catches each; exit 1 if one survives."""
+    """Plant known bugs, and change a spec piece by piece; exit 1 if one survives unexplained."""
     from fft.prove.searches import mutants as plant
 
     with plain_errors():
-        good = plant(write, jobs, console())
+        good = plant(spec, every, write, jobs, console())
     raise typer.Exit(0 if good else 1)

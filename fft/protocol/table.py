@@ -18,7 +18,6 @@ those of its sub-states.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +46,7 @@ class Turn:
 
     def ask(self, name: str) -> bool:
         """Whether the guard holds, or does not for ``not guard``; each is evaluated once."""
-        word = sys.intern(name.removeprefix("not "))
+        word = name.removeprefix("not ")
         if word not in self.guards:
             self.guards[word] = self.check(word)
         return self.guards[word] == (word == name)

@@ -87,7 +87,13 @@ QUEUES = {"inbox": "hears 0", "mail": "is told 0"}
 View = tuple[int, int | None, int, str]
 
 
-class _Handled(NamedTuple):
+Moment = tuple[int, int, int, int]
+"""An event of a participant: its index and incarnation, and its state and the event by number."""
+
+
+class Handled(NamedTuple):
+    """The core's answer to a moment, by number."""
+
     local: int
     effects: tuple[int, ...]
     claims: int
@@ -116,7 +122,7 @@ class _Memo:
 
     reactions: dict[tuple[str, str, frozenset[str]], Reaction | str] = field(default_factory=dict)
     participants: dict[tuple[int, int], Participant] = field(default_factory=dict)
-    handled: dict[tuple[int, int, int, int], _Handled] = field(default_factory=dict)
+    handled: dict[Moment, Handled] = field(default_factory=dict)
     weighed: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[str, str] | None]] = field(
         default_factory=dict
     )
@@ -580,10 +586,7 @@ class Model:
     def _handle(self, turn: _Turn, who: int, event: int) -> None:
         """Handle an event and carry out the effects that others cannot see, including answers."""
         node = turn.node
-        key = (who, node.inc, node.local, event)
-        found = self._memo.handled.get(key)
-        if found is None:
-            found = self._memo.handled[key] = self._compute(*key)
+        found = self.handled((who, node.inc, node.local, event))
         turn.claims.append(found.claims)
         if found.refused and turn.broken is None and (not self.only or "protocol" in self.only):
             turn.broken = ("protocol", found.refused)
@@ -592,7 +595,18 @@ class Model:
         turn.node = node._replace(local=found.local, pending=pending, aged=aged)
         self._settle(turn, who)
 
-    def _compute(self, who: int, inc: int, local: int, event: int) -> _Handled:
+    def handled(self, moment: Moment) -> Handled:
+        """Return the core's answer to a moment, which is computed once."""
+        found = self._memo.handled.get(moment)
+        if found is None:
+            found = self._memo.handled[moment] = self._compute(*moment)
+        return found
+
+    def moments(self) -> dict[Moment, Handled]:
+        """Return all moments so far, with the core's answers."""
+        return self._memo.handled
+
+    def _compute(self, who: int, inc: int, local: int, event: int) -> Handled:
         participant, happened = self.participant(who, inc), self.events[event]
         before = thaw(self.locals[local])
         try:
@@ -600,7 +614,7 @@ class Model:
         except Exception as error:  # noqa: BLE001  (anything that the core raises is a finding)
             text = f"the core raises {type(error).__name__}: {error}"
             out, kept = Outcome("refused", text), frozenset(before.timers)
-            return _Handled(local, (), self.claims.id(()), text, out, kept)
+            return Handled(local, (), self.claims.id(()), text, out, kept)
         for step in out.steps:
             self.rows.update(map(id, (step.row, *step.parts)))
         refused = out.reason if out.verdict in ("refused", "row") else ""
@@ -615,7 +629,7 @@ class Model:
         effects = tuple(self.effects.id(bare(e, frees)) for e in out.effects if matters(e))
         kept = frozenset(n for n, serial in after.timers.items() if serial <= before.timer_serial)
         number = self.locals.id(freeze(after))
-        return _Handled(number, effects, self.claims.id(claims), refused, out, kept)
+        return Handled(number, effects, self.claims.id(claims), refused, out, kept)
 
     def _settle(self, turn: _Turn, who: int) -> None:
         node = turn.node

@@ -34,7 +34,6 @@ from fft.prove.bounds import World
 from fft.prove.mutant import Mutant
 from fft.prove.mutants_of_paradigms import OF_PARADIGMS
 from fft.prove.planting import (
-    Change,
     Raw,
     begins,
     blind,
@@ -50,24 +49,12 @@ from fft.prove.planting import (
 )
 
 
-def _all(*changes: Change) -> Change:
-    def change(raw: Raw) -> None:
-        for one in changes:
-            one(raw)
-
-    return change
-
-
 def _always(s: Local, c: Config, event: Event) -> bool:
     return True
 
 
 def _too_few_live(s: Local, c: Config, event: Event) -> bool:
     return len(set(member_peers(s)) - s.dead) < c.min_groups * c.world
-
-
-def _never(s: Local, c: Config, event: Event) -> bool:
-    return False
 
 
 def _seeing(
@@ -100,10 +87,6 @@ def _cast_for_majority(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     for effect in EFFECTS["cast_vote"](s, c, event):
         assert isinstance(effect, CastVote)
         yield replace(effect, voters=len(member_peers(s)) // 2 + 1)
-
-
-def _yes_anyway(s: Local, c: Config, event: Event) -> bool:
-    return isinstance(event, Prepared)
 
 
 def _yes_unless_failed(s: Local, c: Config, event: Event) -> bool:
@@ -250,11 +233,6 @@ def _own_batches(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-def _leave_blocked(raw: Raw) -> None:
-    for row in on(raw, "training", "decision"):
-        row["effects"] = [name for name in row["effects"] if name != "abort_groups"]
-
-
 def _wait_for_all(s: Local, c: Config, event: Event) -> bool:
     return all(s.stopped.get(p, Token(0, 0)) >= s.token for p in member_peers(s))
 
@@ -390,13 +368,6 @@ MUTANTS: tuple[Mutant, ...] = (
         thread=_restored_while_applying,
     ),
     Mutant(
-        "yes_in_spite_of_error",
-        "A body that failed votes YES.",
-        "validity",
-        small(no=1),
-        participant=planted({"votes_yes": _yes_anyway}),
-    ),
-    Mutant(
         "phantom_step",
         "Who took part in no reduction may vote YES.",
         "validity",
@@ -488,13 +459,6 @@ MUTANTS: tuple[Mutant, ...] = (
         small(skip=1, lose=1),
         participant=planted(actions={"apply_settled": _missed_is_a_step}),
     ),
-    Mutant(
-        "skip_counts_as_failure",
-        "A rollback because the user skipped the step counts towards the pauses.",
-        "skip",
-        small(skip=1),
-        participant=planted({"counts_as_failure": _always}),
-    ),
     # live blocks
     Mutant(
         "block_as_skip",
@@ -555,13 +519,6 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted(actions={"note_vote": _vote_without_fingerprint}),
     ),
     Mutant(
-        "odd_one_not_healed",
-        "Whose state differs from most goes on with it.",
-        "divergence",
-        small(groups=3, corrupt=1, digests=True, heals=True),
-        participant=planted({"gives_my_state_up": _never}),
-    ),
-    Mutant(
         "majority_given_up",
         "Those whose states agree fetch the state of the one that differs.",
         "divergence",
@@ -618,13 +575,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "voting", "timer.vote_window", to="terminal", effects=["say_leave", "stop in_doubt"]
         ),
     ),
-    Mutant(
-        "waits_in_doubt_for_ever",
-        "Who is in doubt waits to be told, and never asks the register.",
-        "eventually",
-        small(lose=1),
-        instead("voting", "timer.vote_window", effects=["rearm"]),
-    ),
     # numbers and fences
     Mutant(
         "no_fencing_by_epoch",
@@ -679,25 +629,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # the next epoch
     Mutant(
-        "epoch_without_waiting",
-        "The next epoch is proposed before all live members have stopped.",
-        "live_set",
-        small(no=1),
-        participant=planted({"all_stopped": _always}),
-    ),
-    Mutant(
         "begin_of_any_epoch",
         "A member leaves its barrier at the word for any epoch.",
         "live_set",
         small(formed=False, commits=0, early=1, lose=2),
         participant=planted({"begun": _any_begin}),
-    ),
-    Mutant(
-        "groups_not_aborted",
-        "Who is in a body when ABORT is decided does not abort its process groups.",
-        "eventually",
-        small(no=1),
-        _leave_blocked,
     ),
     Mutant(
         "waits_for_the_dead",
@@ -712,13 +648,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "eventually",
         small(no=1, lapse=1),
         without("say_ack", "suspect_silent", events=("timer.ack_window", "timer.bus_retry")),
-    ),
-    Mutant(
-        "coordinator_never_doubted",
-        "The next epoch is left to its coordinator, however long that says nothing.",
-        "eventually",
-        small(no=1, silent=1),
-        without("suspect_coordinator"),
     ),
     Mutant(
         "barrier_left_early",
@@ -823,13 +752,6 @@ MUTANTS: tuple[Mutant, ...] = (
         participant=planted(actions={"mark_torn": _torn_is_good}),
     ),
     Mutant(
-        "torn_after_its_word",
-        "Who said that it would hold the state, and then tore it, goes along with the epoch.",
-        "replicas_equal",
-        small(groups=3, drain=1, torn=1),
-        participant=planted({"misjudged": _never}),
-    ),
-    Mutant(
         "batches_not_healed",
         "Who fetches a state keeps its own count of batches.",
         "replicas_equal",
@@ -931,13 +853,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "leaves_between_epochs",
-        "Who is asked to leave and has no epoch leaves at once, though others wait for it.",
-        "drain",
-        small(drain=1, fault=1),
-        participant=planted({"too_few_remain": _always}),
-    ),
-    Mutant(
         "every_death_is_for_good",
         "A group that is to leave does not wait for a dead group, which its supervisor restarts.",
         "drain",
@@ -950,13 +865,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "eventually",
         small(forget=1, formed=False),
         participant=planted(actions={"note_bus_down": _propose_again}),
-    ),
-    Mutant(
-        "proposal_never_repeated",
-        "A proposal that was lost with the bus is waited for for ever.",
-        "eventually",
-        small(crash=1, lapse=1),
-        without("give_up_proposal"),
     ),
     *OF_PARADIGMS,
 )

@@ -14,7 +14,7 @@ from fft.protocol.participant import Participant
 from fft.protocol.state import Config, Local, members, my_place, participants
 from fft.prove.bounds import Bounds
 from fft.prove.mutant import Mutant
-from fft.prove.planting import Raw, begins, planted, proposing, small
+from fft.prove.planting import begins, planted, proposing, small
 
 _HELD = replace(small(groups=3, commits=2, late=1), behind=1)
 _AWAY = replace(small(groups=3, commits=2, late=1), behind=2)
@@ -429,15 +429,6 @@ LEASES: tuple[Mutant, ...] = (
 
 
 _WHOLE = Bounds("mutant", ranks=2, commits=0, faults=0, lost="replaced")
-_ALONE = Bounds("mutant", ranks=2, commits=0, faults=0, lost="waiting")
-
-
-def _never(s: Local, c: Config, event: Event) -> bool:
-    return False
-
-
-def _never_over(raw: Raw) -> None:
-    raw["common"]["on"]["timer.reform_window"] = [{"effects": ["rearm"]}]
 
 
 def _all_current(s: Local, record: Record) -> Record:
@@ -464,20 +455,6 @@ def _as_a_group(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 
 REFORM: tuple[Mutant, ...] = (
-    Mutant(
-        "lost_rank_not_waited_for",
-        "The next epoch is formed without the group that gets another process.",
-        "reform",
-        _WHOLE,
-        participant=planted(guards={"awaits_successor": _never}),
-    ),
-    Mutant(
-        "waits_for_ever",
-        "The wait for a lost rank's successor begins anew when it is over.",
-        "reform",
-        _ALONE,
-        change=_never_over,
-    ),
     Mutant(
         "successor_taken_for_current",
         "The epoch counts on the state of a process that has just come.",

@@ -206,8 +206,12 @@ def _blocks(path: Path, lines: list[str], at: int) -> Iterator[Block]:
         yield block
 
 
-def run_scenario(path: Path) -> str:
+def run_scenario(path: Path, instead: FsmSpec | None = None) -> str:
     """Return the whole file with fresh output.
+
+    Args:
+        path: The file.
+        instead: A changed table, for files of the spec with that name.
 
     Raises:
         FftError: A command is unknown or cannot happen, an expectation does not hold, or the
@@ -215,7 +219,7 @@ def run_scenario(path: Path) -> str:
     """
     scenario = read_scenario(path)
     try:
-        run = Run(scenario.header, path.parent)
+        run = Run(scenario.header, path.parent, instead)
     except (_Wrong, FftError) as error:
         raise FftError(f"{path}:1: {error}") from None
     line = 1
@@ -235,9 +239,9 @@ def run_scenario(path: Path) -> str:
     return scenario.text()
 
 
-def check_scenario(path: Path) -> None:
+def check_scenario(path: Path, instead: FsmSpec | None = None) -> None:
     """Raise ``FftError`` unless the file runs and its output is as written."""
-    was, fresh = path.read_text(encoding="utf-8"), run_scenario(path)
+    was, fresh = path.read_text(encoding="utf-8"), run_scenario(path, instead)
     if was != fresh:
         lines = difflib.unified_diff(
             was.splitlines(), fresh.splitlines(), "as written", "as it runs", lineterm="", n=2
@@ -260,9 +264,10 @@ def rewrite_scenario(path: Path) -> bool:
 _spec = cache(load_spec)
 
 
-def _model(header: dict[str, str], folder: Path) -> Model:
+def _model(header: dict[str, str], folder: Path, instead: FsmSpec | None) -> Model:
     named = header["spec"]
     spec = _spec(str(folder / named) if named.endswith((".yaml", ".yml")) else named)
+    spec = instead if instead is not None and instead.name == named else spec
     participant, world, thread = Participant, REAL, None
     if header["mutant"]:
         spec, participant, world, thread = _mutant(header["mutant"])
@@ -373,8 +378,10 @@ class _Log:
 class Run:
     """One run of a scenario's commands. ``folder``: base of relative spec paths."""
 
-    def __init__(self, header: dict[str, str], folder: Path) -> None:
-        self.model = _model(header, folder)
+    def __init__(
+        self, header: dict[str, str], folder: Path, instead: FsmSpec | None = None
+    ) -> None:
+        self.model = _model(header, folder, instead)
         self.state: State = self.model.initial()
         self.broken: tuple[str, str] | None = None
         head = self._shared().head

@@ -25,16 +25,21 @@ from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec, Part
 from fft.prove.bounds import Bounds
 from fft.prove.checker import Result, Search, all_rows, narrate
+from fft.prove.judges import Fate, judged
 from fft.prove.model import Model
 from fft.prove.mutant import NotCaught, caught
 from fft.prove.mutants import MUTANTS
 from fft.prove.mutants_page import write_table
+from fft.prove.operators import mutations
 from fft.prove.scenario import save_counterexample
 from fft.prove.sets_of_bounds import longest_first, sets_for
 from fft.prove.workers import Tell, in_order, processes, spread
 
 _EACH_MIB, _DEEP_MIB, _MUTANT_MIB = 1024, 4096, 512
 """Memory of a process that searches the largest of the sets of bounds, with a margin."""
+
+ONE_IN = 50
+"""The operators make this many mutants for each one that is judged, unless all are."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +242,35 @@ def _hsdps(missed: dict[str, Part]) -> set[str]:
     return {at for at, row in missed.items() if not row.elsewhere and rows.get(at) == row}
 
 
-def mutants(write: Path | None, jobs: int | None, console: Console) -> bool:
-    """Run every planted bug and print its detecting property. Returns whether all were detected."""
+def mutants(spec: str, every: bool, write: Path | None, jobs: int | None, console: Console) -> bool:
+    """Run the planted bugs, then those that operators make of a spec, and print what found each.
+
+    Returns:
+        Whether all were found, or are listed as equivalent.
+    """
+    return _mutants_by_hand(write, jobs, console) & _mutants_of(spec, every, jobs, console)
+
+
+def _mutants_of(spec: str, every: bool, jobs: int | None, console: Console) -> bool:
+    made = mutations(load_spec(spec))[:: 1 if every else ONE_IN]
+    tasks = [(f"the mutant {mutation.name!r}", mutation.name) for mutation in made]
+    found: list[Fate] = []
+    work = partial(_judge, spec)
+    for _, fate in in_order(spread(work, tasks, processes(jobs, _MUTANT_MIB))):
+        console.print(str(fate), markup=False, soft_wrap=True, highlight=False)
+        found.append(fate)
+    fallen = Counter(fate.judge or "equivalent" for fate in found if fate.is_known)
+    told = ", ".join(f"{n} by {judge}" for judge, n in fallen.items())
+    unknown = [fate for fate in found if not fate.is_known]
+    console.print(f"{len(found)} mutants of {spec}: {told}; {len(unknown)} without an explanation")
+    return not unknown
+
+
+def _judge(spec: str, name: str, _: Tell) -> Fate:
+    return judged(spec, next(m for m in mutations(load_spec(spec)) if m.name == name))
+
+
+def _mutants_by_hand(write: Path | None, jobs: int | None, console: Console) -> bool:
     tasks = [(f"the search for mutant {mutant.name}", n) for n, mutant in enumerate(MUTANTS)]
     found: list[Planted] = []
     for _, one in in_order(spread(_plant, tasks, processes(jobs, _MUTANT_MIB))):
