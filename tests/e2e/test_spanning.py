@@ -70,6 +70,7 @@ def test_group_on_two_hosts_has_the_bits_of_one_host(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.long
 def test_ranks_hosts_and_agents_that_are_lost_return_to_a_group_that_stays(tmp_path: Path) -> None:
     with spanning_job(tmp_path, 4) as job:
         for host in range(1, 5):
@@ -112,6 +113,7 @@ def test_ranks_hosts_and_agents_that_are_lost_return_to_a_group_that_stays(tmp_p
     assert sources == {("0", "1"), ("1", "0")}
 
 
+@pytest.mark.long
 def test_spare_host_takes_the_place_of_one_that_is_cut_off(tmp_path: Path) -> None:
     with spanning_job(tmp_path, 5) as job:
         for host in range(1, 5):
@@ -136,6 +138,7 @@ def test_spare_host_takes_the_place_of_one_that_is_cut_off(tmp_path: Path) -> No
         check(job)
 
 
+@pytest.mark.long
 def test_group_lends_a_host_to_another_if_both_have_lost_one(tmp_path: Path) -> None:
     with spanning_job(tmp_path, 6, groups=3) as job:
         for host in range(1, 7):
