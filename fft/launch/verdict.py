@@ -175,12 +175,13 @@ class Mistake:
     reason: str
     place: Place
 
-    def is_for_good(self, can_resume: bool, groups: int) -> bool:
-        """Return whether the job must end even if it could resume from a checkpoint.
+    def is_for_good(self, saves: bool, groups: int) -> bool:
+        """Return whether the job must end even if it could resume.
 
-        A job of one group may resume, because no other group has shown that the error recurs.
+        A job of one group that saves checkpoints may resume, because no other group has shown that
+        the error recurs.
         """
-        alone = can_resume and groups == 1
+        alone = saves and groups == 1
         return self.ends == "job" and is_the_scripts(self.place) and not alone
 
     def may_be_the_states(self, is_soon: bool) -> bool:

@@ -33,7 +33,8 @@ def vanishing(path: Path, kept_s: float = 0.0) -> Iterator[Callable[[], None]]:
 
     Args:
         kept_s: Seconds that it stays if this process is killed, or if the function is called that
-            is yielded. It then stays for good if another process has locked `LOCK` in it.
+            is yielded, unless it is empty. It then stays for good if another process has locked
+            `LOCK` in it.
 
     Raises OSError if ``path`` does not exist or the child process cannot be started.
     """
@@ -73,7 +74,8 @@ def main() -> None:
         is_left = True
     with suppress(FileNotFoundError):
         if not is_left and float(kept_s) > 0:
-            time.sleep(float(kept_s))
+            if set(os.listdir(path)) - {LOCK}:
+                time.sleep(float(kept_s))
             with open(os.path.join(path, LOCK)) as file:  # its lock is held until this process ends
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

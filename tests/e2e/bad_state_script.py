@@ -1,4 +1,4 @@
-"""A job whose state is bad from step 8 on: ``bad_state_script.py OUT``, for test_memory.py.
+"""A job whose state is bad from step 8 on: ``bad_state_script.py OUT``, for test_near_state.py.
 
 A process that begins with such a state computes a NaN at step 13. Each process notes where it
 began.

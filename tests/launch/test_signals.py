@@ -210,7 +210,7 @@ def test_sigterm_drains_by_default_under_torchrun(
         monkeypatch.setenv(name, value)
     asked: list[tuple[signal.Signals, float]] = []
     leaving = object.__new__(Leaving)
-    leaving.configure_from_env(lambda n, within: asked.append((n, within)), "0", 0)
+    leaving.configure_from_env(lambda within, on: asked.append((on, within)), "0", 0)
     assert asked == expected
 
 
@@ -218,7 +218,7 @@ def test_unknown_drain_signal_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FFT_DRAIN_SIGNAL", "TERM")
     leaving = object.__new__(Leaving)
     with pytest.raises(FftError, match="FFT_DRAIN_SIGNAL=TERM: expected a signal name such as SIG"):
-        leaving.configure_from_env(lambda number, within: None, "0", 0)
+        leaving.configure_from_env(lambda within, on: None, "0", 0)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("60.0", 70.0), (None, 40.0)])

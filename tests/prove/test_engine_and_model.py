@@ -77,12 +77,12 @@ class Bus:
 class Watched(Model):
     """A model that records which events its processes handle."""
 
-    handled: Handled
+    seen: Handled
 
     def _handle(self, turn: _Turn, who: int, event: int) -> None:
         key = (who, turn.node.inc, turn.node.local, event)
         outcome = self._compute(*key).outcome
-        self.handled.append((plain(self.events[event]), [id(s.row) for s in outcome.steps]))
+        self.seen.append((plain(self.events[event]), [id(s.row) for s in outcome.steps]))
         super()._handle(turn, who, event)
 
 
@@ -188,18 +188,18 @@ def choices(model: Watched, state: State) -> Iterator[Choice]:
             acts = chain(acts, here.healing(nodes))
         if not node.pending and not node.stuck and at == "computing" and node.source is not None:
             acts = chain(acts, here.learning(nodes))
-        model.handled = []
+        model.seen = []
         for act in acts:
             found = found or act.cost is None
-            yield Choice(who, act, state, model.handled)
-            model.handled = []
+            yield Choice(who, act, state, model.seen)
+            model.seen = []
     if found:
         return
     for who in range(model.size):
         for name in model._armed(state[who], False):
             model._memo.rung.clear()
-            model.handled = []
-            yield Choice(who, model._fired(who, state[who], name), state, model.handled)
+            model.seen = []
+            yield Choice(who, model._fired(who, state[who], name), state, model.seen)
 
 
 def walk(seed: int, spec_name: str, ranks: int) -> int:
@@ -208,11 +208,11 @@ def walk(seed: int, spec_name: str, ranks: int) -> int:
     budget = tuple((kind, 2) for kind in BUDGET)
     bounds = Bounds("walk", 2, ranks, commits=4, faults=rng.choice([0, 2, 5]), budget=budget)
     model = Watched(spec, replace(bounds, formed=False))
-    model.handled = []
+    model.seen = []
     bus = Bus()
     twins: dict[tuple[int, int], Twin] = {}
     state, events = model.initial(), 0
-    starts = iter(model.handled)
+    starts = iter(model.seen)
     for who in range(model.size):
         start(model, state, who, twins, bus, [next(starts)])
     for _ in range(WALK):

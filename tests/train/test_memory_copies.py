@@ -1,6 +1,6 @@
 """Tests of copies of the state in memory as files: which one a job resumes from.
 
-`tests/e2e/test_memory.py` runs whole jobs.
+`tests/e2e/test_near_state.py` runs whole jobs.
 """
 
 from __future__ import annotations

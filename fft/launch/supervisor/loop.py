@@ -1017,8 +1017,8 @@ class Supervisor:
             return
         words = None if group.came_too_late and self._links.has_stages else group.error_place
         mistake = self._mistakes.ended(group.name, words, view.committed)
-        can_resume, in_all = self._config.can_resume, self._config.groups_in_all
-        if mistake is None or not mistake.is_for_good(can_resume, in_all):
+        saves = self._config.can_resume and self._config.checkpoint is not None
+        if mistake is None or not mistake.is_for_good(saves, self._config.groups_in_all):
             self._look_whether_state_is_lost(group)
             if self._ending.drain_until is not None:
                 return
