@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the public names; `_HOMES` is read from these lines
     from fft import health_checks as health_checks
     from fft.checkpoints.plan import Checkpointing as Checkpointing
     from fft.errors import FftError as FftError
+    from fft.errors import LiveBlockFailed as LiveBlockFailed
     from fft.train.api.live_set import live_set as live_set
     from fft.train.api.manager import ManagerFFT as ManagerFFT
     from fft.train.api.manager import Transaction as Transaction

@@ -26,7 +26,7 @@ def main(rounds: int, pause_s: float) -> None:
                 dist.all_reduce(agreed, dist.ReduceOp.MAX, group=live.group)
                 number = torch.tensor([float(live.me.group) + 1])
                 dist.all_reduce(number, group=live.group)
-        except fft.errors.LiveBlockFailed as failure:
+        except fft.LiveBlockFailed as failure:
             print(f"round {int(done)} failed: {[str(peer) for peer in failure.failed]}", flush=True)
             continue
         # all members get here, or none

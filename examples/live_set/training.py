@@ -55,7 +55,7 @@ def main(steps: int, pause_s: float) -> None:
                 of_all = [torch.zeros(share) for _ in members]
                 dist.all_gather(of_all, own, group=live.group)
                 new_weight -= RATE * torch.cat(of_all).mean()
-        except fft.errors.LiveBlockFailed as failure:
+        except fft.LiveBlockFailed as failure:
             print(f"step {int(step)} failed: {[str(peer) for peer in failure.failed]}", flush=True)
             continue
         if now != step:
