@@ -329,15 +329,20 @@ class Deaths:
 
     def verdict(self, view: JobView) -> str | None:
         """Return why further restarts would not help, or None if they may."""
-        deaths = self._at.get(view.progress, [])
-        mismatched = {d.group for d in deaths if MISMATCH.search(d.line)}
         rounds, until = 0, 0.0
-        for death in deaths:  # processes that die together, as with their host, are one round
+        for death in self._at.get(
+            view.progress, []
+        ):  # processes that die together, as with their host, are one round
             if death.began > until:
                 rounds, until = rounds + 1, death.died
-        if rounds < _ROUNDS and len(mismatched) < 2:
+        if rounds < _ROUNDS and not self.is_mismatch(view):
             return None
         return self.about(view)
+
+    def is_mismatch(self, view: JobView) -> bool:
+        """Return whether two groups died because their ranks called different collectives."""
+        deaths = self._at.get(view.progress, [])
+        return len({d.group for d in deaths if MISMATCH.search(d.line)}) > 1
 
     def _cause(self, child: Child, group: Group, view: JobView) -> str:
         if child.left_early:

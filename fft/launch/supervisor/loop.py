@@ -890,7 +890,8 @@ class Supervisor:
                     f"{verdict}; {self._judgement.what_ended} was ended"
                 )
                 self._judgement.hopeless = True
-                self._judgement.no_progress = any(g.starts > 1 for g in self._groups.values())
+                again = any(g.starts > 1 for g in self._groups.values())
+                self._judgement.no_progress = again and not self._deaths.is_mismatch(view)
                 self._end_in_vain("ranks die at the same step again", in_order=False)
         has_mates = group.living or group.spans
         if code < 0 and child.is_replaced and has_mates and self._replace(group, child):
