@@ -30,8 +30,35 @@ class Part:
     """Number of processes that wait to take over groups of lost nodes."""
 
 
+class SplitGroup:
+    """A replica group of ``ranks`` ranks, of which each host has ``ranks_per_host``, or all."""
+
+    ranks: int
+    ranks_per_host: int | None
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks of a group on one host."""
+        return self.ranks_per_host or self.ranks
+
+    @property
+    def parts_of_group(self) -> int:
+        """Number of parts of each group, which is that of its hosts."""
+        return self.ranks // self.local_ranks
+
+    def wrong_split(self) -> str | None:
+        """Return why the group cannot be split in this way, or None."""
+        given = self.ranks_per_host
+        if given is None or (given >= 1 and self.ranks % given == 0):
+            return None
+        return (
+            f"--ranks-per-host {given}: expected a divisor of --ranks {self.ranks}, so that all "
+            "hosts of a group have the same number of its ranks"
+        )
+
+
 @dataclass(frozen=True)
-class Placement:
+class Placement(SplitGroup):
     """The parts of a job on ``nodes + spare_nodes`` nodes.
 
     Each group has a part of its own, or one for every ``ranks_per_host`` of its ranks. Node n has
@@ -59,11 +86,8 @@ class Placement:
             raise ConfigError(
                 f"{self.groups} groups of {self.ranks} ranks: expected at least 1 of each"
             )
-        if self.ranks % self.local_ranks:
-            raise ConfigError(
-                f"--ranks-per-host {self.ranks_per_host}: expected a divisor of --ranks "
-                f"{self.ranks}, so that all hosts of a group have the same number of its ranks"
-            )
+        if (wrong := self.wrong_split()) is not None:
+            raise ConfigError(wrong)
         if self.parts_of_group > 1 and self.nodes != self.groups * self.parts_of_group:
             raise ConfigError(
                 f"--nodes {self.nodes}: expected {self.groups * self.parts_of_group}, one for each "
@@ -74,16 +98,6 @@ class Placement:
                 f"--nodes {self.nodes}: expected a divisor of --groups {self.groups}, so that all "
                 "nodes have the same number of groups, and one spare node can replace any of them"
             )
-
-    @property
-    def local_ranks(self) -> int:
-        """Number of ranks of a group on one node."""
-        return self.ranks_per_host or self.ranks
-
-    @property
-    def parts_of_group(self) -> int:
-        """Number of parts of each group."""
-        return self.ranks // self.local_ranks
 
     @property
     def groups_per_node(self) -> int:

@@ -137,7 +137,7 @@ def _begin_with_copy(
     if config.copies is None:
         return None
     copies, manifest, problems = HeldCopies(config.copies.place), None, list[str]()
-    expected = map(str, range(config.groups_in_all))
+    expected = set(map(str, range(config.groups_in_all)))
     if resume and not joins:
         manifest, problems = copies.newest(below)
         for problem in problems:
@@ -147,7 +147,7 @@ def _begin_with_copy(
             steps = [e.step for e in store.found() if e.step is not None and e.problem is None]
             newest = max((s for s in steps if below is None or s < below), default=-1)
             manifest = manifest if newest <= manifest.step else None
-        if manifest is not None and (lacking := set(expected) - set(manifest.groups)):
+        if manifest is not None and (lacking := expected - set(manifest.groups)):
             logger.warning(
                 "the copy of step %d has no buffers and random states of group %s",
                 manifest.step,
@@ -345,9 +345,11 @@ class Resumptions:
         if begun_at is None or found.step > begun_at + SOON or not found.ends:
             self._oldest = None
             return None
-        is_again = is_same and before is not None
-        self._oldest = min(begun_at, before) if is_again and before is not None else begun_at
-        return self._oldest if is_again else None
+        if not is_same or before is None:
+            self._oldest = begun_at
+            return None
+        self._oldest = min(begun_at, before)
+        return self._oldest
 
     def _set_tainted_aside(self, found: JobOutcome, config: RunConfig) -> bool:
         """Rename the checkpoints of tainted steps; return whether the job may start again.

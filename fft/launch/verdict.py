@@ -97,9 +97,12 @@ class Next(NamedTuple):
 
     ends: Literal["", "group", "job"]
     why: str = ""
+    counts: bool = True
+    """The error is compared with the next one of the group, and with those of others."""
 
 
 _RESTART = Next("")
+_FORGIVEN = Next("", counts=False)
 _ALIKE = "all groups must be set up alike"
 _ONE_MODEL = "all groups must train the same model"
 _AGAIN = "after a restart it failed in the same place, and no step was committed"
@@ -132,8 +135,8 @@ AFTER: tuple[Case[Failure, Next], ...] = (
     Case("item", lambda e: e.error.item, _job("{item} of the data cannot be loaded")),
     Case("left alone", _is(NotEnoughGroups, committed=True), _group(
         "the others have left, or have not come back in time")),
-    Case("may pass", lambda e: e.error.may_pass, _RESTART),
-    Case("exit code in the job", _is(SystemExit, committed=True), _RESTART),
+    Case("may pass", lambda e: e.error.may_pass, _FORGIVEN),
+    Case("exit code in the job", _is(SystemExit, committed=True), _FORGIVEN),
     Case("another model here", _is(GradientLayoutMismatch, committed=True), _group(_ONE_MODEL)),
     Case("other models", _is(GradientLayoutMismatch), _job(_ONE_MODEL)),
     Case("other settings here", _is(OtherSettings, committed=True), _group(_ALIKE)),
@@ -235,13 +238,13 @@ class Mistakes:
             return None
         same = {g for g, e in self._errors.items() if e.signature == error.signature} | {group}
         facts = Failure(error, before, len(same), self._all, len(self._groups), job_committed)
-        row = first(AFTER, facts)
-        if row.name not in ("may pass", "exit code in the job"):
+        then = first(AFTER, facts).then
+        if then.counts:
             self._errors[group] = error
-        if not row.then.ends:
+        if not then.ends:
             return None
         names = {"item": error.item, "alike": ", ".join(sorted(same)), "group": group}
-        return Mistake(row.then.ends, row.then.why.format(**names), error)
+        return Mistake(then.ends, then.why.format(**names), error)
 
 
 # --- how a group has ended ------------------------------------------------------------------------

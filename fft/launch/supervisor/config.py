@@ -12,6 +12,7 @@ from fft.checkpoints.copies import HeldCopies
 from fft.checkpoints.plan import Checkpointing, MemoryPlan, memory_interval
 from fft.errors import ConfigError
 from fft.launch.exit_status import ExitStatus
+from fft.launch.placement import SplitGroup
 from fft.launch.supervisor.culprit import AFTER
 from fft.protocol.timeouts import HOST_LIMIT_S
 
@@ -79,7 +80,7 @@ class ReformOptions:
 
 
 @dataclass(frozen=True)
-class RunConfig(HostOptions, FaultOptions, ReformOptions):
+class RunConfig(HostOptions, FaultOptions, ReformOptions, SplitGroup):
     """The job to run. Times are in seconds; the job needs ``min_groups`` groups to continue."""
 
     script: Sequence[str]
@@ -175,37 +176,21 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions):
             )
 
     def _check_parts(self, joins: bool) -> None:
-        given = self.ranks_per_host
-        if given is None:
-            return
-        if given < 1 or self.ranks % given:
-            raise SupervisorError(
-                f"--ranks-per-host {given}: expected a divisor of --ranks {self.ranks}, so that "
-                "all hosts of a group have the same number of its ranks"
-            )
-        if self.parts > 1 and (not joins or self.take_over):
+        if (wrong := self.wrong_split()) is not None:
+            raise SupervisorError(wrong)
+        if self.parts_of_group > 1 and (not joins or self.take_over):
             unfit = "--take-over" if joins else "a job without --join"
             raise SupervisorError(
-                f"--ranks-per-host {given}: a group on {self.parts} hosts is not possible with "
-                f"{unfit}; serve the bus by `fft serve`, give --join on each host, and leave out "
-                "--take-over"
+                f"--ranks-per-host {self.ranks_per_host}: a group on {self.parts_of_group} hosts "
+                f"is not possible with {unfit}; serve the bus by `fft serve`, give --join on each "
+                "host, and leave out --take-over"
             )
-
-    @property
-    def local_ranks(self) -> int:
-        """Number of ranks of a group on one host."""
-        return self.ranks_per_host or self.ranks
-
-    @property
-    def parts(self) -> int:
-        """Number of hosts of each group."""
-        return self.ranks // self.local_ranks
 
     @property
     def parts_in_all(self) -> int:
         """Number of parts of all groups of the job; equal to that of the groups here if this host
         has the whole job."""
-        return self.groups_in_all * self.parts
+        return self.groups_in_all * self.parts_of_group
 
     @property
     def groups_in_all(self) -> int:

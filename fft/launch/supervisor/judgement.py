@@ -330,9 +330,8 @@ class Deaths:
     def verdict(self, view: JobView) -> str | None:
         """Return why further restarts would not help, or None if they may."""
         rounds, until = 0, 0.0
-        for death in self._at.get(
-            view.progress, []
-        ):  # processes that die together, as with their host, are one round
+        # processes that die together, as with their host, are one round
+        for death in self._at.get(view.progress, []):
             if death.began > until:
                 rounds, until = rounds + 1, death.died
         if rounds < _ROUNDS and not self.is_mismatch(view):

@@ -118,13 +118,13 @@ class Adopter:
         self.here: frozenset[str] = frozenset()
         """The groups that run here; a host has at most one part of a group."""
         self._links, self._wake = links, wake
-        self._parts = config.parts
+        self._parts = config.parts_of_group
         own = range(config.first_group, config.first_group + config.groups)
-        others = [str(n) for n in range(config.groups_in_all) if config.parts > 1 or n not in own]
+        others = [str(n) for n in range(config.groups_in_all) if self._parts > 1 or n not in own]
         is_bad = bad_hosts.is_bad(config.trace_dir)
         self._interval_s = LOOK_S * (_BAD_HOST if is_bad else 1)
         has_spares = config.spares >= config.local_ranks
-        self._can = bool(others) and (has_spares or config.parts > 1)
+        self._can = bool(others) and (has_spares or self._parts > 1)
         self._absent = Absent(others)
         self._all = frozenset(others)
         self._missed: frozenset[str] = frozenset()
@@ -542,7 +542,7 @@ class Supervisor:
             self._links.open(self._services.bus_url)
             stops, takes_over = (lambda: self._ending.interrupted), self._config.take_over
             self._links.claims.begin(self._config.resume_step or 0)
-            if self._config.parts == 1:
+            if self._config.parts_of_group == 1:
                 self._links.claims.take(self._groups, takes_over, stops)
             else:
                 self._take_parts(stops)
@@ -580,7 +580,7 @@ class Supervisor:
         Raises:
             GroupHeld: All parts of a group have other supervisors, and no other group lacks one.
         """
-        claims, parts = self._links.claims, self._config.parts
+        claims, parts = self._links.claims, self._config.parts_of_group
         for group in list(self._groups.values()):
             try:
                 group.part = claims.take_part(group.name, parts, is_asked) or 0
