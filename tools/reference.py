@@ -183,6 +183,13 @@ def _members(kind: type) -> dict[str, str]:
     return found
 
 
+class _Some:
+    """The default of an argument that is a function."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+
 def _signature(each: Any) -> str:
     """Return the parameters with their defaults, without types and ``self``."""
     if isinstance(each, type) and issubclass(each, BaseModel):
@@ -194,15 +201,13 @@ def _signature(each: Any) -> str:
     found = inspect.signature(each.__init__ if isinstance(each, type) else each)
     shown = []
     for parameter in found.parameters.values():
-        plain = parameter.replace(annotation=inspect.Parameter.empty)
-        if callable(plain.default) and plain.default is not inspect.Parameter.empty:
-            plain = plain.replace(default=inspect.Parameter.empty)
-            shown.append(f"{plain}=…")
-        elif parameter.name not in ("self", "cls"):
-            shown.append(str(plain))
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(s.startswith("*") for s in shown):
-            shown.insert(len(shown) - 1, "*")
-    return f"({', '.join(shown)})"
+        default = parameter.default
+        if callable(default) and default is not inspect.Parameter.empty:
+            default = _Some()
+        if parameter.name not in ("self", "cls"):
+            plain = parameter.replace(annotation=inspect.Parameter.empty, default=default)
+            shown.append(plain)
+    return str(found.replace(parameters=shown, return_annotation=inspect.Signature.empty))
 
 
 def _own_arguments() -> list[str]:
@@ -223,12 +228,12 @@ def _offered(module: Any) -> list[str]:
 def _integrations() -> dict[str, list[str]]:
     """Return the public classes and functions of the integrations, whose packages may be absent."""
     found = {}
-    for path in sorted((ROOT / "fft" / "integrations").glob("*.py")):
+    kinds = ast.ClassDef | ast.FunctionDef
+    for module in sorted(INTEGRATIONS):
+        path = ROOT / "fft" / "integrations" / f"{module}.py"
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        kinds = ast.ClassDef | ast.FunctionDef
         names = [n.name for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
-        if path.stem in INTEGRATIONS:
-            found[f"fft.integrations.{path.stem}"] = sorted(names)
+        found[f"fft.integrations.{module}"] = sorted(names)
     return found
 
 

@@ -218,8 +218,7 @@ def latest_results() -> dict[tuple[str, ...], dict[str, Any]]:
 def page() -> str:
     """Return docs/versions.md."""
     latest = latest_results()
-    head = "| torch | Python | torchft | " + " | ".join(PARTS) + " |"
-    rows = [head, "|---" * (3 + len(PARTS)) + "|"]
+    rows = list[list[str]]()
     notes = []
     for cell in CELLS:
         cells = [cell.torch, cell.python, cell.torchft]
@@ -231,7 +230,7 @@ def page() -> str:
                 about = f"{found['when']}, commit {found['commit']}, {found['seconds']} s"
                 names = "".join(f"; failed: `{name}`" for name in found["failed"])
                 notes.append(f"- {' / '.join(key)}, {part}: {about}{names}")
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     parts = [
         f"- *{name}*: `{command.replace('{pytest}', _PYTEST)}`" for name, command in PARTS.items()
     ]
@@ -243,7 +242,7 @@ def page() -> str:
             "environment for each row, one after the other, on a machine without a GPU.",
             "[Upgrading](guides/upgrade.md) describes releases that are not listed.",
             "",
-            *rows,
+            *markdown(["torch", "Python", "torchft", *PARTS], rows),
             "",
             "The parts:",
             "",

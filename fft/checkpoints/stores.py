@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from fft.errors import CheckpointError
 from fft.util.files import is_disk_full, locked
+from fft.util.remove_after_death import LOCK
 
 PARTIAL = ".partial-"
 """Separator of checkpoint and attempt in the name of an unfinished directory."""
@@ -139,7 +140,7 @@ class LocalStore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        with (self._root / ".job.lock").open("a") as file:
+        with (self._root / LOCK).open("a") as file:
             try:
                 locks = locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

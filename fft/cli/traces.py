@@ -53,7 +53,7 @@ def report(
     ] = None,
 ) -> None:
     """Show speed, cost of faults and waits of a run; or write or send it in another form."""
-    from fft.launch.outcome import kept
+    from fft.launch.kept import kept
     from fft.trace.report import RunReport
 
     with plain_errors():

@@ -1,24 +1,19 @@
 """The outcome of a whole job, judged from its bus after, or while, its supervisors end.
 
 Each `fft run` writes its exit status to the bus when it releases its groups. A scheduler does not
-know it: `srun`, for example, also returns 0 when a node was lost. A supervisor also keeps its
-verdict beside the traces.
+know it: `srun`, for example, also returns 0 when a node was lost. Accesses only the bus.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fft.bus import ErrorBus
 from fft.errors import FftError
-from fft.launch.bad_hosts import lines
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
 from fft.launch.supervisor.ending import head_of, last_epoch
-from fft.launch.supervisor.judgement import VERDICT
 from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.exits import Exit, decode_exit, exit_register
@@ -124,15 +119,3 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
         if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found
         time.sleep(_LOOK_S)
-
-
-# --- in the traces ---
-
-
-def kept(folder: Path) -> list[str]:
-    """Describe how a start has ended, by the verdicts of its supervisors, and name bad hosts."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{VERDICT}-*.json"))]
-    statuses = [ExitStatus(each["status"]) for each in found]
-    whole = first(WHOLE, Statuses(statuses, has_progressed=True)).then
-    ended = [f"the job has ended: {IN_A_WORD[whole]}"] if found else []
-    return [*ended, *(line for each in found for line in each["lines"]), *lines(folder)]

@@ -605,7 +605,6 @@ _VOTES = Codec[Vote](Vote)
 encode, decode = _BUS.encode, _BUS.decode
 """Encode and decode a message of the bus."""
 encode_record, decode_record = _RECORDS.encode, _RECORDS.decode
-plain_record = _RECORDS.plain
 """Encode and decode a record of the head register."""
 encode_vote, decode_vote = _VOTES.encode, _VOTES.decode
 """Encode and decode a vote of a ballot."""

@@ -35,6 +35,8 @@ class JobFile:
     host: str = ""
     ended: str = ""
     """How the job ended; empty while it runs."""
+    owner: int = field(default_factory=os.geteuid)
+    """Id of the user who owns the file."""
 
     @classmethod
     def of(cls, folder: Path, settings: Mapping[str, str], serves: bool = True) -> Self:
@@ -49,15 +51,16 @@ class JobFile:
     def read(cls, folder: Path) -> Self | None:
         """Return the contents of the file in ``folder``, or None if there is no readable one."""
         try:
-            told = json.loads((folder / NAME).read_text())
-            return cls(folder, **told)
+            with (folder / NAME).open() as file:
+                owner = os.fstat(file.fileno()).st_uid
+                return cls(folder, **json.load(file), owner=owner)
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self) -> None:
         """Write the file; a full disk is ignored, because the job must go on."""
         told = asdict(self)
-        del told["folder"]
+        del told["folder"], told["owner"]
         new = self.folder / f".{NAME}.{os.getpid()}"
         try:
             new.unlink(missing_ok=True)
@@ -118,10 +121,10 @@ def find_job(
             f"{folder} has no {NAME} that this user may read: expected the --trace-dir of an "
             "`fft run`. Otherwise pass --bus, or set FFT_BUS; `fft serve` and `fft run` print it"
         )
-    if (owner := (found.folder / NAME).stat().st_uid) not in (os.geteuid(), 0):
+    if found.owner not in (os.geteuid(), 0):
         raise OperatorError(
-            f"{found.folder / NAME} belongs to the user with id {owner}, whose bus this command "
-            "would obey. If you trust that user, pass the URL of the bus with --bus"
+            f"{found.folder / NAME} belongs to the user with id {found.owner}, whose bus this "
+            "command would obey. If you trust that user, pass the URL of the bus with --bus"
         )
     if (path := found.settings.get("FFT_TOKEN_FILE")) is not None:
         for name in _TOKEN:

@@ -224,8 +224,9 @@ class JobModel(History):
             found.append(f"no checkpoint of step {failed[0]} from {failed[1]}")
         if max(self.checkpoints.too_often, default=0) > (newest or 0):
             found.append(ABOUT_TOO_OFTEN)
-        gaps = sorted(self.why_gaps.items())
-        return [*found, *(f"the trace of rank {rank} has a gap: {why}" for rank, why in gaps)]
+        gaps = (word for _, word in sorted(self.gaps.items()))
+        texts = (f"the trace of rank {w.group}/{w.rank} has a gap: {w.why}" for w in gaps)
+        return [*found, *texts]
 
     def has_ended(self) -> bool:
         """Whether the newest record ended the job: all groups left with it."""

@@ -24,7 +24,8 @@ from rich.text import Text
 from fft.protocol.roles import Role
 from fft.trace.course import Course, Fault, TimeLost, readable_cause
 from fft.trace.format import progress_in_words
-from fft.trace.tail import JobView, RankView
+from fft.trace.history import RankView
+from fft.trace.tail import JobView
 from fft.util.terminal import printable
 
 _STATES: dict[Role, str] = {

@@ -53,6 +53,11 @@ def scope_folder(directory: Path, scope: str) -> Path:
     return directory / SCOPES / scope if scope else directory
 
 
+def scope_of(directory: Path, folder: Path) -> str:
+    """Return the scope of one of the `scope_folders`; empty for the first stage."""
+    return "" if folder == directory else folder.name
+
+
 def inner_folder(directory: Path, group: str, store: str) -> Path:
     """Return the trace directory for the own scope of one instance of a group."""
     name = f"g{group}-{store}"

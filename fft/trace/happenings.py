@@ -14,7 +14,7 @@ from fft.messages.protocol import Healed, Prepared
 from fft.protocol.roles import COMMITTING, Role
 from fft.trace.course import readable_cause
 from fft.trace.lines import Line, Transition
-from fft.trace.read import STEP_NOTES, merged_lines
+from fft.trace.read import is_not_of_each_step, merged_lines
 
 ROLLBACK_ROLES = {"aborting", "rolling_back"}
 COMMITTED, ROLLED_BACK = "committed", "rolled back"
@@ -113,6 +113,6 @@ class Happenings:
 def happenings(folder: Path) -> Iterator[Happening]:
     """Yield the activities in one scope, in the order in which they ended."""
     found = Happenings()
-    for at, path, line, _ in merged_lines(folder, skip=STEP_NOTES):
+    for at, path, line, _ in merged_lines(folder, is_not_of_each_step):
         yield from found.take(path, line, at)
     yield from found.end()

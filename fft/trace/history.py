@@ -212,10 +212,8 @@ class History:
     gone: int = 0
     """The highest step of an incarnation that a newer one has replaced."""
     checkpoints: CheckpointNotes = field(default_factory=CheckpointNotes)
-    gaps: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Ranks that reported that they cannot write their traces → the newest such incarnation."""
-    why_gaps: dict[str, str] = field(default_factory=dict)
-    """Rank → why it cannot write its trace."""
+    gaps: dict[tuple[str, int], TraceReport] = field(default_factory=dict)
+    """Ranks that cannot write their traces → the newest report of that."""
     fetching: dict[tuple[str, int], FetchReport] = field(default_factory=dict)
     """Ranks whose fetch of the state takes long → the newest report of its progress."""
     comparisons: Comparisons = field(default_factory=Comparisons)
@@ -226,8 +224,6 @@ class History:
     """Minimum number of groups for a commit: ``min_replica_size`` of the script."""
     has_stages: bool = False
     """Whether each rank number steps by itself."""
-    begun: int = 0
-    """Step of the checkpoint that the job has begun with."""
 
     def __post_init__(self) -> None:
         self._course, self._base = Course(), Course()
@@ -360,8 +356,7 @@ class History:
             case CheckpointReport():
                 self.checkpoints.hear(report)
             case TraceReport():
-                self.gaps[report.group, report.rank] = report.inc
-                self.why_gaps[f"{report.group}/{report.rank}"] = report.why
+                self.gaps[report.group, report.rank] = report
             case FetchReport():
                 self.fetching[report.group, report.rank] = report
             case IdleReport():

@@ -15,7 +15,7 @@ from typing import Any
 
 from fft.errors import FftError
 from fft.trace.figures import FIGURES, Figure
-from fft.trace.format import scope_folders
+from fft.trace.format import scope_folders, scope_of
 from fft.trace.happenings import COMMITTED, ROLLED_BACK, Happening, happenings
 from fft.trace.history import History
 from fft.trace.lines import parsed
@@ -215,7 +215,7 @@ def export(directory: Path, url: str) -> tuple[int, int]:
     ids = _Ids(directory)
     tracer = TracerProvider(resource=resource, id_generator=ids).get_tracer("fft", __version__)
     for folder in scope_folders(directory):
-        spans = _Spans(tracer, ids, sender.add, folder.name if folder != directory else "")
+        spans = _Spans(tracer, ids, sender.add, scope_of(directory, folder))
         for found in happenings(folder):
             spans.add(found)
         spans.end()

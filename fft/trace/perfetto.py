@@ -15,10 +15,10 @@ from typing import IO, Any
 from fft.errors import FftError
 from fft.trace.course import Course, TimeLost
 from fft.trace.display import cost
-from fft.trace.format import scope_folders
+from fft.trace.format import scope_folders, scope_of
 from fft.trace.happenings import Happening, Happenings
 from fft.trace.lines import Noted
-from fft.trace.read import STEP_NOTES, merged_lines
+from fft.trace.read import is_not_of_each_step, merged_lines
 from fft.trace.report import history_of
 from fft.trace.timeline import name_of
 
@@ -109,7 +109,8 @@ def write_trace(directory: Path, out: Path) -> None:
             tracks = _Tracks(file)
             _write_course(tracks, course)
             for folder in scope_folders(directory):
-                scope = (f"scope {folder.name}",) if folder != directory else ()
+                name = scope_of(directory, folder)
+                scope = (f"scope {name}",) if name else ()
                 _write_scope(tracks, folder, scope)
     except OSError as error:
         raise FftError(f"{out} cannot be written: {error.strerror}; name another file") from error
@@ -145,7 +146,7 @@ def _write_scope(tracks: _Tracks, folder: Path, scope: tuple[str, ...]) -> None:
         for part in parts:
             _write_part(tracks, lane(part.rank), part)
 
-    for at, path, line, _ in merged_lines(folder, skip=STEP_NOTES):
+    for at, path, line, _ in merged_lines(folder, is_not_of_each_step):
         write(found.take(path, line, at))
         if isinstance(line, Noted) and (name := name_of(line)):
             events = tracks.of(*lane(line.lane), "events")

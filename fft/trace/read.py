@@ -221,24 +221,33 @@ def clocks_of(paths: Iterable[Path]) -> Clocks:
 
 def _with_records(path: Path) -> Iterator[Line]:
     """Yield the readable lines of a trace whose event has a record."""
-    pieces = (piece for piece in TraceFile(path).pieces() if b'"record":{' in piece)
-    return filter(None, map(parsed, pieces))
+    return filter(None, map(parsed, filter(has_record, TraceFile(path).pieces())))
 
 
-STEP_NOTES = b'"note":"metrics"', b'"note":"consumed"'
-"""Texts in the lines of the notes of each step."""
+def has_record(piece: bytes) -> bool:
+    """Whether the event of a line has a record, by the text of the line."""
+    return b'"record":{' in piece
+
+
+def is_not_of_each_step(piece: bytes) -> bool:
+    """Whether a line is none of the notes of each step, by the text of the line."""
+    return b'"note":"metrics"' not in piece and b'"note":"consumed"' not in piece
+
+
 Timed = tuple[float, Path, Line, bytes]
 """Time, file, line and its text."""
 
 
 def merged_lines(
-    directory: Path, skip: tuple[bytes, ...] = (), checked: list[TraceFile] | None = None
+    directory: Path,
+    wanted: Callable[[bytes], bool] = lambda piece: True,
+    checked: list[TraceFile] | None = None,
 ) -> Iterator[Timed]:
     """Return the lines of one scope in the order of time. Reads the traces twice, block by block.
 
     Args:
         directory: The traces of the scope.
-        skip: Texts whose lines are left out.
+        wanted: Returns by its text whether a line is parsed; the others are left out.
         checked: Gets the files, whose digests are then checked; each is read to its first damage.
 
     Raises:
@@ -248,18 +257,16 @@ def merged_lines(
     clocks = clocks_of(file.path for file in files)
     if checked is not None:
         checked += files
-    timed = (_timed(file, checked is not None, clocks, skip) for file in files)
+    timed = (_timed(file, checked is not None, clocks, wanted) for file in files)
     return heapq.merge(*timed, key=lambda item: item[0])
 
 
 def _timed(
-    file: TraceFile, is_checked: bool, clocks: Clocks, skip: tuple[bytes, ...]
+    file: TraceFile, is_checked: bool, clocks: Clocks, wanted: Callable[[bytes], bool]
 ) -> Iterator[Timed]:
-    for piece in (each[2] for each in file.checked()) if is_checked else file.pieces():
-        if any(text in piece for text in skip):
-            continue
-        line = parsed(piece)
-        if line is not None:
+    pieces = (each[2] for each in file.checked()) if is_checked else file.pieces()
+    for piece in filter(wanted, pieces):
+        if (line := parsed(piece)) is not None:
             yield clocks.at(line), file.path, line, piece
 
 

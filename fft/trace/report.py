@@ -26,11 +26,11 @@ from fft.messages.protocol import Applied, Decision, Healed, Record, Restored, T
 from fft.trace.course import Course, Fault, TimeLost, readable_cause
 from fft.trace.display import duration
 from fft.trace.figures import plain
-from fft.trace.format import RESULT_REFUSED, scope_folders
+from fft.trace.format import RESULT_REFUSED, scope_folders, scope_of
 from fft.trace.history import History
 from fft.trace.inputs import CONSUMED
 from fft.trace.lines import Header, Line, Noted, Transition, Who, parsed, record_of
-from fft.trace.read import TraceFile, merged_lines
+from fft.trace.read import TraceFile, merged_lines, trace_files
 from fft.trace.starts import start_after
 
 _PLAN = "faults.json"
@@ -438,13 +438,14 @@ class RunReport:
         for path in after.glob("*.jsonl"):
             with path.open("rb") as file:
                 if isinstance(head := parsed(file.readline()), Header):
-                    begun.append(head.start["step"])
+                    begun.append(head.start.get("step", 0))
         where = f"from the checkpoint of step {max(begun, default=0)}"
         if not any(begun):
             where = "at its beginning" if begun else "at a step that its traces do not tell"
-        lines = (line for _, _, line, _ in merged_lines(after)) if begun else ()
+        pieces = (piece for path in trace_files(after) for piece in TraceFile(path).pieces())
+        lines = map(parsed, (piece for piece in pieces if b'"note":"resumed"' in piece))
         notes = (x.data for x in lines if isinstance(x, Noted) and x.note == "resumed")
-        data = next(notes, {})
+        data = next(notes, {}) if any(begun) else {}
         if data.get("tier") == "memory":
             where = f"{where} in memory"
         unused = data.get("unused", ())
@@ -506,7 +507,7 @@ def history_lines(
     """
 
     def lines(folder: Path) -> Iterator[tuple[float, str, Line]]:
-        scope = "" if folder == directory else folder.name
+        scope = scope_of(directory, folder)
         merged = merged_lines(folder, checked=checked)
         return ((at, scope, line) for at, _, line, _ in merged)
 

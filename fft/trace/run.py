@@ -19,7 +19,7 @@ from fft.messages.protocol import Applied, Token
 from fft.trace.course import Course
 from fft.trace.lines import Header, Line, Noted, Transition, Who, parsed, record_of
 from fft.trace.read import TraceFile as _TraceFile
-from fft.trace.read import clocks_of, merged_lines, trace_files
+from fft.trace.read import clocks_of, has_record, merged_lines, trace_files
 from fft.trace.report import RunReport, history_of, summary
 from fft.trace.starts import start_folders
 
@@ -85,7 +85,7 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yield the committed steps in order."""
         course = Course()
-        for at, _, line, _ in merged_lines(self.directory):
+        for at, _, line, _ in merged_lines(self.directory, has_record):
             record, batches = record_of(line), course.consumed_slices
             if record is not None and course.take(record, at) and record.kind == "commit":
                 groups, slices = tuple(sorted(course.members)), course.consumed_slices - batches
@@ -122,7 +122,7 @@ class Run:
         return summary(self.course)
 
     def report(self) -> dict[str, Any]:
-        """Return what ``fft report --json`` prints."""
+        """Return what ``fft report --json`` prints, but for ``ended``, which supervisors write."""
         return RunReport(self.directory).to_json()
 
     def rows(self, name: Table) -> Iterator[dict[str, Any]]:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from fft.messages.protocol import Peer
-from fft.trace.format import scope_folders
+from fft.trace.format import scope_folders, scope_of
 from fft.trace.history import History, Injected, RankView
 from fft.trace.lines import Line, parsed
-
-__all__ = ["Injected", "JobView", "RankView", "TraceTail"]
 
 _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 
@@ -25,6 +24,8 @@ _FILE = re.compile(r"g(?P<group>.+)r(?P<rank>\d+)i(?P<inc>\d+)\.jsonl")
 class JobView(History):
     """The supervisor's view of a job."""
 
+    begun: int = 0
+    """Step of the checkpoint that the job has begun with."""
     is_stale: bool = False
     """There are gaps, and the registers, which have the job's progress, could not be read."""
 
@@ -89,7 +90,7 @@ class TraceTail:
     """A reader that follows all trace files of a directory; `poll` reads the appended lines."""
 
     def __init__(self, directory: Path, begun: int = 0) -> None:
-        """Open no file yet. ``begun`` is as in `History`."""
+        """Open no file yet. ``begun`` is as in `JobView`."""
         self.view = JobView(begun=begun)
         self._directory = directory
         self._files: dict[Path, IO[bytes]] = {}
@@ -122,11 +123,16 @@ class TraceTail:
         newest = self.view.ranks.get((match["group"], int(match["rank"])))
         return newest is not None and newest.inc > int(match["inc"])
 
-    def _appended(self, path: Path) -> list[tuple[float, str, Line]]:
-        """Return time, scope and value of each line that was completed since the last call."""
-        scope = "" if path.parent == self._directory else path.parent.name
+    def _appended(self, path: Path) -> Iterator[tuple[float, str, Line]]:
+        """Yield time, scope and value of each line that was completed since the last call.
+
+        Reads the file at the first line that is asked for, and parses lines one at a time.
+        """
+        scope = scope_of(self._directory, path.parent)
         *pieces, self._rest[path] = (self._rest[path] + self._files[path].read()).split(b"\n")
-        return [(line.wall, scope, line) for line in map(parsed, pieces) if line is not None]
+        for line in map(parsed, pieces):
+            if line is not None:
+                yield line.wall, scope, line
 
     def close(self) -> None:
         """Close all files."""

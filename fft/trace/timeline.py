@@ -17,11 +17,11 @@ from fft.errors import FftError
 from fft.messages.protocol import Healed, Record
 from fft.trace.course import TimeLost, readable_cause
 from fft.trace.display import cost
-from fft.trace.format import scope_folders
+from fft.trace.format import scope_folders, scope_of
 from fft.trace.happenings import ROLLBACK_ROLES, Happening, Happenings
 from fft.trace.history import History
 from fft.trace.lines import Line, Noted, Transition, record_of
-from fft.trace.read import STEP_NOTES, merged_lines
+from fft.trace.read import is_not_of_each_step, merged_lines
 from fft.trace.report import summary, summary_lines
 from fft.trace.starts import root_of, start_folders
 
@@ -175,8 +175,8 @@ def timeline_of(directory: Path) -> Timeline:
     """Read a run. Raises FftError if there is no trace."""
     found = Timeline()
     for folder in scope_folders(directory):
-        activities, scope = Happenings(), "" if folder == directory else folder.name
-        for at, path, line, text in merged_lines(folder, skip=STEP_NOTES):
+        activities, scope = Happenings(), scope_of(directory, folder)
+        for at, path, line, text in merged_lines(folder, is_not_of_each_step):
             found.take(str(path.relative_to(directory)), line, at, text, scope)
             found.draw(activities.take(path, line, at))
         found.draw(activities.end())

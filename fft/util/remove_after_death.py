@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".job.lock"
@@ -72,24 +72,15 @@ def main() -> None:
     is_left = False
     while os.read(0, 4096):
         is_left = True
-    with suppress(FileNotFoundError):
+    with ExitStack() as undo, suppress(FileNotFoundError, BlockingIOError):  # others use the folder
         if not is_left and float(kept_s) > 0:
             if set(os.listdir(path)) - {LOCK}:
                 time.sleep(float(kept_s))
-            with open(os.path.join(path, LOCK)) as file:  # its lock is held until this process ends
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return
-                _remove_if(path, device, inode)
-            return
-        _remove_if(path, device, inode)
-
-
-def _remove_if(path: str, device: str, inode: str) -> None:
-    found = os.stat(path)
-    if (found.st_dev, found.st_ino) == (int(device), int(inode)):
-        _remove(path)
+            lock = undo.enter_context(open(os.path.join(path, LOCK)))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.stat(path)
+        if (found.st_dev, found.st_ino) == (int(device), int(inode)):
+            _remove(path)
 
 
 def _remove(path: str) -> None:

@@ -23,7 +23,8 @@ from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
 from fft.checkpoints.plan import Checkpointing
 from fft.launch.exit_status import ExitStatus
-from fft.launch.outcome import Outcome, kept
+from fft.launch.kept import kept
+from fft.launch.outcome import Outcome
 from fft.launch.supervisor import Joined, RunConfig, Supervisor, ending, loop
 from fft.launch.supervisor.ending import Outage, last_epoch
 from fft.launch.supervisor.groups import Group

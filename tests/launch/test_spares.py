@@ -25,7 +25,8 @@ from fft.launch.supervisor.config import RunConfig
 from fft.launch.supervisor.groups import Group
 from fft.launch.supervisor.reforming import Spares
 from fft.launch.supervisor.script import Script
-from fft.trace.tail import JobView, RankView
+from fft.trace.history import RankView
+from fft.trace.tail import JobView
 
 SCRIPT = """\
 '''What the script is.'''

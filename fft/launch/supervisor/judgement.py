@@ -6,11 +6,8 @@ and detects ranks that end too early, never begin, or die at the same step again
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,12 +30,10 @@ from fft.launch.verdict import (
 from fft.messages.causes import LeaveReason
 from fft.messages.fault_plans import AnyFault, Fault, FaultPlan, in_words
 from fft.trace.ends import Taint
-from fft.trace.tail import JobView, RankView
+from fft.trace.history import RankView
+from fft.trace.tail import JobView
 
 logger = logging.getLogger(__name__)
-
-VERDICT = "verdict"
-"""Beginning of the names of files that keep verdicts, for ``fft report``."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +74,6 @@ class JobOutcome:
         if self.status is not None:
             return self.status
         return ExitStatus.COMPLETE if self.ok else ExitStatus.FAILED
-
-    def keep(self, folder: Path) -> None:
-        """Keep the verdict of this supervisor beside the traces of its start."""
-        path = folder / f"{VERDICT}-{socket.gethostname()}-{os.getpid()}.json"
-        try:
-            path.write_text(json.dumps({"status": self.exit_status, "lines": self.lines}) + "\n")
-        except OSError as error:
-            logger.warning("fft report will not show how the job has ended: %s", error)
 
 
 @dataclass(kw_only=True)
@@ -382,8 +369,8 @@ class Deaths:
 def _seen(child: Child, group: Group, view: JobView) -> RankView | None:
     """Return the view of this process, or None if it has not joined or its trace has a gap."""
     seen = view.since(group.name, group.incs_before).get(child.rank)
-    has_gap = seen is not None and view.gaps.get((group.name, child.rank)) == seen.inc
-    return None if has_gap else seen
+    gap = view.gaps.get((group.name, child.rank))
+    return None if seen is not None and gap is not None and gap.inc == seen.inc else seen
 
 
 def _has_torch(child: Child) -> bool:

@@ -183,11 +183,11 @@ class ProgressEar:
             while True:
                 word = self._others.get_nowait()
                 if isinstance(word, CheckpointReport):
-                    view.checkpoints.hear(word)
+                    view.hear(word, 0.0)
                 elif isinstance(word, TraceReport):
-                    rank = word.group, word.rank
-                    known, view.gaps[rank] = view.gaps.get(rank), word.inc
-                    if known == word.inc:  # logged already
+                    known = view.gaps.get((word.group, word.rank))
+                    view.hear(word, 0.0)
+                    if known is not None and known.inc == word.inc:  # logged already
                         continue
                     logger.warning(
                         "the trace of rank %s/%d cannot be written: %s; training continues, and "

@@ -34,6 +34,7 @@ from fft.errors import BusError
 from fft.health.hosts import Process
 from fft.launch import bad_hosts
 from fft.launch.exit_status import DONE, RELEASE_S, ExitStatus
+from fft.launch.kept import keep
 from fft.launch.services import ServiceError, Services
 from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
@@ -72,9 +73,10 @@ from fft.messages.protocol import Death, Drain, UnreadableMessage
 from fft.operate.drain import STARTED_AGAIN
 from fft.protocol.roles import AT_WORK
 from fft.trace.display import Display, Row, Snapshot, row_of
+from fft.trace.history import Injected
 from fft.trace.last_lines import forget_ends, note_ends
 from fft.trace.report import save_plan
-from fft.trace.tail import Injected, JobView, TraceTail
+from fft.trace.tail import JobView, TraceTail
 from fft.util.log_sampler import LogSampler
 
 logger = logging.getLogger(__name__)
@@ -596,7 +598,7 @@ class Supervisor:
 
     def _ended(self, outcome: JobOutcome) -> JobOutcome:
         """Publish the exit status for `fft launch outcome`, and the verdict for `fft report`."""
-        outcome.keep(self._config.trace_dir)
+        keep(self._config.trace_dir, outcome.exit_status, outcome.lines)
         self._links.claims.status = int(outcome.exit_status)
         return outcome
 
