@@ -85,8 +85,9 @@ class Rank:
         trace = TraceWriter(None, peer)
         local = participant.initial()
         self.host = Nothing()
-        buses = Buses(self.bus, group=self.group_bus)
-        self.engine = Engine(participant, local, buses, trace, self.host)
+        self.engine = Engine(participant, local, Buses(self.bus), trace, self.host)
+        if self.group_bus is not None:
+            self.engine.use_group_bus(self.group_bus)
         self.thread = threading.Thread(target=self._train, name=f"train-{peer}", daemon=True)
         self.engine.start()
         self.engine.post(Start())

@@ -122,19 +122,13 @@ class Buses:
         scope: The bus of the engine's scope, with its records and ballots.
         job: The bus for job-wide messages (deaths, suspicions, drains and operator commands); by
             default the bus of the scope.
-        group: The bus of the replica group, on which its ranks vote first, or None.
     """
 
-    def __init__(
-        self,
-        scope: ErrorBus,
-        job: ErrorBus | None = None,
-        group: ErrorBus | None = None,
-    ) -> None:
-        self.scope, self.job, self.group = scope, job or scope, group
+    def __init__(self, scope: ErrorBus, job: ErrorBus | None = None) -> None:
+        self.scope, self.job = scope, job or scope
+        self.group: ErrorBus | None = None
+        """The bus of the replica group, on which its ranks vote first."""
         self._at = {SCOPE: scope, JOB: self.job}
-        if group is not None:
-            self._at[GROUP] = group
 
     def add(self, scope: str, bus: ErrorBus) -> None:
         """Add the bus of another scope."""

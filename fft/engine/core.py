@@ -505,6 +505,8 @@ class EngineCore:
                 self._wiring.log.warning(
                     "stages that wait for this one may not learn that it has left: %s", error
                 )
+        if effect.error is None and self.why_left is None:  # an asynchronous job ended meanwhile
+            self.why_left = LeaveReason.LAST_STEP
         self._ended = True
         self._slot.put(effect)
         self._host.interrupt("this participant stops")

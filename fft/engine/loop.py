@@ -30,6 +30,7 @@ from fft.messages.effects import Finish
 from fft.messages.exits import Exit, encode_exit, exit_register
 from fft.messages.protocol import BusDown, Death, Drain, Event, Stop, Suspect, UnreadableMessage
 from fft.messages.wire import Packed, decode, inbox_name
+from fft.protocol.apart import in_job
 from fft.protocol.participant import Participant
 from fft.protocol.state import Local
 from fft.trace.writer import TraceWriter
@@ -57,6 +58,7 @@ class Engine:
         trace: TraceWriter,
         host: Host,
         others: Iterable[OtherScope] = (),
+        is_inner: bool = False,
     ) -> None:
         """Prepare the engine.
 
@@ -67,7 +69,9 @@ class Engine:
             trace: Trace writer of the participant.
             host: Callbacks into the process that the engine runs in.
             others: The linked scopes (upstream and downstream stages).
+            is_inner: Its scope is inside a replica group, so its end is not that of the process.
         """
+        self._is_inner = is_inner
         self.participant = participant
         self.bus = buses.scope
         self.trace = trace
@@ -78,7 +82,7 @@ class Engine:
         for other in self._others:
             buses.add(other.name, other.bus)
         readers = tuple(ScopeReader(other.name, other.most) for other in self._others)
-        wiring = Wiring(self.bus.url, buses.group is not None, readers)
+        wiring = Wiring(self.bus.url, others=readers)
         self._core = EngineCore(participant, local, host, self, trace, wiring)
         self._events: queue.SimpleQueue[Posted | ErrorBus] = queue.SimpleQueue()
         self._slot: Command | None = None
@@ -269,13 +273,21 @@ class Engine:
             self._leave_silent_group_bus()
 
     def _leave_silent_group_bus(self) -> None:
-        """Close the bus of the group if the engine thread waits for it.
+        """Close the bus of the group if an operation of the engine thread on it does not end.
 
         The host of its store may be the one that was lost, and the others wait for this
         participant's acknowledgement.
         """
-        began, bus = self._at_group, self._buses.group
-        if bus is not None and began is not None and time.monotonic() - began > _SILENT_S:
+        if (began := self._at_group) is not None:
+            left = max(0.0, began + _SILENT_S - time.monotonic())
+            timer = threading.Timer(left, self._close_group_bus, (began,))
+            timer.daemon = True
+            timer.start()
+
+    def _close_group_bus(self, began: float) -> None:
+        """Close the bus of the group if the operation that began then has not ended."""
+        bus = self._buses.group
+        if bus is not None and self._at_group == began:
             self.has_left_group_bus = True
             bus.close()
 
@@ -302,14 +314,14 @@ class Engine:
 
     def _write_exit(self, command: Finish) -> None:
         """Write why this process ends into its register, for launchers and observers."""
-        if command.error == "InDoubt":  # the bus is out of reach
+        if self._is_inner or command.error == "InDoubt":  # then the bus is out of reach
             return
         c, s = self.participant.config, self.local
         reason = None if command.error else self._core.why_left
         found = Exit(
             *(c.me.group, c.me.rank, c.pid, c.host, s.step, reason),
             error=command.error or "",
-            took_part=s.epoch is not None,
+            took_part=s.epoch is not None or in_job(s, c.me),
         )
         try:
             self._buses.job.write(exit_register(c.me.group, c.me.rank), encode_exit(found))

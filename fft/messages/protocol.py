@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -109,6 +110,10 @@ class Vote:
     """Positions of the scopes that the data flow binds the voter's scope to."""
     checkpoint: bool = False
     """The voter asks for a durable checkpoint of the state after this txn."""
+
+
+content_of = attrgetter("manifest", "leaving", "last", "skip", "digest", "seen", "checkpoint")
+"""Returns the fields of a vote except its voter, in their order."""
 
 
 @dataclass(frozen=True, config=_CONFIG)

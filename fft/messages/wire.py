@@ -17,7 +17,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -37,6 +36,7 @@ from fft.messages.protocol import (
     Seen,
     UnreadableMessage,
     Vote,
+    content_of,
 )
 
 SCOPES = "scopes"
@@ -84,10 +84,6 @@ class _Ballots:
     digest: str | None = None
     seen: tuple[Seen, ...] = ()
     checkpoint: bool = False
-
-
-_content_of = attrgetter("manifest", "leaving", "last", "skip", "digest", "seen", "checkpoint")
-"""Returns the contents of a vote or of `_Ballots`, in the order of the fields of `Vote`."""
 
 
 class MissingList(FftError):
@@ -150,7 +146,7 @@ def encode_votes(votes: Iterable[Vote]) -> bytes:
     """Encode votes as one ballot entry, with equal contents stored once."""
     alike: dict[tuple[Any, ...], list[Peer]] = {}
     for vote in votes:
-        alike.setdefault(_content_of(vote), []).append(vote.peer)
+        alike.setdefault(content_of(vote), []).append(vote.peer)
     word = tuple(_Ballots(key[0], tuple(peers), *key[1:]) for key, peers in alike.items())
     return _BALLOTS.encode(word)
 
@@ -162,7 +158,7 @@ def decode_votes(data: bytes) -> tuple[Vote, ...]:
         UnreadableMessage: The data are not a ballot entry.
     """
     return tuple(
-        Vote(peer, *_content_of(some)) for some in _BALLOTS.decode(data) for peer in some.peers
+        Vote(peer, *content_of(some)) for some in _BALLOTS.decode(data) for peer in some.peers
     )
 
 

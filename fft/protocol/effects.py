@@ -73,7 +73,6 @@ from fft.protocol.forming import base_of, next_epoch
 from fft.protocol.leases import lease_of
 from fft.protocol.state import (
     FREE_ROLLBACKS,
-    Base,
     Config,
     Local,
     committed,
@@ -95,7 +94,7 @@ from fft.protocol.state import (
     waited_for,
     whole_groups,
 )
-from fft.protocol.tally import Abort, Commit, Live, Tally, verdict_on
+from fft.protocol.tally import Abort, Live, Tally, verdict_on
 
 Action = Callable[..., Iterable[Effect]]
 """(state, configuration, event) and, for some, the argument in the row → effects."""
@@ -523,16 +522,28 @@ def _cause_now(s: Local) -> Cause:
 
 
 def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
-    """Return a COMMIT of the current txn, as a step, a skip or a part of a live block."""
-    assert s.head is not None, "a txn exists only after an epoch record"
+    """Return a COMMIT of the current txn, as a step, a skip or a part of a live block.
+
+    After a COMMIT of an asynchronous job all members are local, or leave. Not all members leave
+    while groups outside need their state. If all votes declare that no step follows, this counts
+    for all groups of the job.
+    """
+    assert s.head is not None and s.epoch is not None, "a txn exists only after an epoch record"
     commit = Tally.of(votes).commit()
-    skip = commit.skip
+    skip, number = commit.skip, s.head.n + 1
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}
     asked = {p.group for p in s.leaving if p in set(member_peers(s))}
     leavers = commit.leaving | {group for group in asked if may_leave(s, group)}
+    if c.bound and leavers >= present and (skip or not commit.is_last) and apart.absent_living(s):
+        leavers = frozenset()
+    gone = tuple(sorted(leavers & present))
+    more: dict[str, object] = {"change": bool(leavers or joiners(s, c)), "seen": commit.seen}
     if c.bound:
-        return _end_of_synchronisation(s, c, votes, commit, after, set(leavers & present))
+        standing = apart.standing_after(s.epoch, number, after.step, gone)
+        more = {"change": True, "standing": standing}
+    elif isinstance(commit, Live):
+        more["live"] = commit.part
     return _successor(
         s,
         c,
@@ -545,47 +556,11 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
         returned=after.returned,
         fetched=fetched_after(s, skip),
         skip=skip,
-        change=bool(leavers or joiners(s, c)),
-        leavers=(gone := tuple(sorted(leavers & present))),
-        reasons=tuple(why_left(s, c, votes, group) for group in gone),
-        last=leavers >= present,
-        seen=commit.seen,
-        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
-        live=commit.part if isinstance(commit, Live) else "",
-    )
-
-
-def _end_of_synchronisation(
-    s: Local, c: Config, votes: Sequence[Vote], commit: Commit, after: Base, leavers: set[str]
-) -> Record:
-    """COMMIT of an asynchronous job's txn: afterwards all members are local, or leave.
-
-    Not all members leave while groups outside need their state. If all votes declare that no step
-    follows, this counts for all groups of the job.
-    """
-    assert s.head is not None and s.epoch is not None
-    others = (commit.skip or not commit.is_last) and apart.absent_living(s)
-    if others and leavers >= {g.group for g in members(s)}:
-        leavers = set()
-    gone = tuple(sorted(leavers))
-    return _successor(
-        s,
-        c,
-        kind="commit",
-        step=after.step,
-        lineage=after.lineage,
-        cursor=after.cursor,
-        batches=after.batches,
-        leases=after.leases,
-        returned=after.returned,
-        fetched=fetched_after(s, commit.skip),
-        standing=apart.standing_after(s.epoch, s.head.n + 1, after.step, gone),
-        skip=commit.skip,
-        checkpoint=s.head.n + 1 if commit.checkpoint else s.head.checkpoint,
-        change=True,
         leavers=gone,
         reasons=tuple(why_left(s, c, votes, group) for group in gone),
-        last=leavers >= {g.group for g in members(s)},
+        last=leavers >= present,
+        checkpoint=number if commit.checkpoint else s.head.checkpoint,
+        **more,
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from fft.messages.protocol import Peer, Vote
 
+LONGEST = 1900
+"""Maximum number of characters of a text."""
 _NAMED = 32
 """Maximum number of ranks that a text names."""
 
@@ -120,9 +122,9 @@ def wrong_gradients(votes: Iterable[Vote]) -> tuple[str, tuple[Peer, ...]]:
     text = f"the reduced gradients of replicas differ ({digests}"
     few, changed = minority(votes, gradient_digest), not_repeating(votes)
     if few or not changed:
-        return f"{text})"[:1900], few
+        return f"{text})"[:LONGEST], few
     names = ", ".join(map(str, changed))
-    return f"{text}; {names} could not repeat its own, unlike its replicas)"[:1900], changed
+    return f"{text}; {names} could not repeat its own, unlike its replicas)"[:LONGEST], changed
 
 
 def not_repeating(votes: Iterable[Vote]) -> tuple[Peer, ...]:

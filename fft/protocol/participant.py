@@ -43,7 +43,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, set_timer
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Part, Row, outermost
+from fft.protocol.spec import Part, Row, outermost, without_not
 from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -205,10 +205,10 @@ class Participant:
         return partial(self._holds, s, event)
 
     def _holds(self, s: Local, event: Event, name: str) -> bool:
-        word, _, argument = name.partition(" ")
-        if word == "not":
-            return not self._holds(s, event, argument)
-        return self.guards[word](s, self.config, event, *filter(None, [argument]))
+        asked, is_expected = without_not(name)
+        word, _, argument = asked.partition(" ")
+        holds = self.guards[word](s, self.config, event, *filter(None, [argument]))
+        return holds == is_expected
 
     def _enter(self, s: Local, out: Outcome, now: float) -> None:
         s.since = now

@@ -31,6 +31,12 @@ Name = Annotated[str, BeforeValidator(_in_one_text, json_schema_input_type=str |
 """A guard or an effect, in a file also ``{not: guard}`` and ``{name: argument}``."""
 
 
+def without_not(name: str) -> tuple[str, bool]:
+    """Return the guard that ``name`` or ``not name`` asks, and whether it is to hold."""
+    asked = name.removeprefix("not ")
+    return asked, asked == name
+
+
 class Part(Strict):
     """Effects of a sequence that run if all guards hold when the sequence reaches them."""
 

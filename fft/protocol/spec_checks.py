@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from fft.protocol.scopes import Place, Problem, scope_problems
-from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState
+from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState, without_not
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
@@ -111,7 +111,7 @@ def _part_names(
 ) -> Iterator[Problem]:
     for i, name in enumerate(part.guard):
         at = (*place, "guard", i)
-        yield from _name(spec, words, at, name.removeprefix("not "), words.guards)
+        yield from _name(spec, words, at, without_not(name)[0], words.guards)
     for i, name in enumerate(part.effects):
         yield from _name(spec, words, (*place, "effects", i), name, effects)
 
@@ -208,7 +208,7 @@ def _unused(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     rows = [row for _, _, found in lists for row in found]
     for kind, known, used in (
         ("event", words.events, {event for _, event, _ in lists}),
-        ("guard", words.guards, {name for row in rows for name in row.guard}),
+        ("guard", words.guards, {without_not(name)[0] for row in rows for name in row.guard}),
         ("effect", words.effects, {name for row in rows for name in row.effects}),
     ):
         for name in sorted(known - used):

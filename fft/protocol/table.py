@@ -25,7 +25,7 @@ from typing import Literal, cast
 
 from transitions import EventData, Machine
 
-from fft.protocol.spec import MachineSpec, Part, Row
+from fft.protocol.spec import MachineSpec, Part, Row, without_not
 
 # it logs each transition at INFO, which a script may have enabled for all libraries
 logging.getLogger("transitions").setLevel(logging.WARNING)
@@ -46,10 +46,10 @@ class Turn:
 
     def ask(self, name: str) -> bool:
         """Whether the guard holds, or does not for ``not guard``; each is evaluated once."""
-        word = name.removeprefix("not ")
-        if word not in self.guards:
-            self.guards[word] = self.check(word)
-        return self.guards[word] == (word == name)
+        asked, is_expected = without_not(name)
+        if asked not in self.guards:
+            self.guards[asked] = self.check(asked)
+        return self.guards[asked] == is_expected
 
     def allows(self, row: Row) -> bool:
         """Whether all guards of the row hold; stops at the first one that does not."""

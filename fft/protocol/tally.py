@@ -36,8 +36,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fft.messages.causes import Cause, CauseCode
-from fft.messages.protocol import Manifest, Peer, Seen, Vote
+from fft.messages.protocol import Manifest, Peer, Seen, Vote, content_of
 from fft.protocol.equality import (
+    LONGEST,
     differing,
     digests_text,
     divergent_joiners,
@@ -46,9 +47,6 @@ from fft.protocol.equality import (
     wrong_gradients,
 )
 from fft.protocol.state import Config, Local, unproven
-
-_LONGEST = 1900
-"""Maximum number of characters of a cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class Tally:
         """Return the tally of single votes."""
         found: dict[Content, set[Peer]] = {}
         for v in votes:
-            content = Content(v.peer.rank, *(getattr(v, name) for name in Content._fields[1:]))
+            content = Content(v.peer.rank, *content_of(v))
             found.setdefault(content, set()).add(v.peer)
         return cls({content: frozenset(peers) for content, peers in found.items()})
 
@@ -239,21 +237,21 @@ def blocks_cause(votes: Iterable[Vote]) -> Cause:
     """Name the live block, or the step, that each rank is in."""
     votes = tuple(votes)
     places = ", ".join(f"{vote.peer}: {vote.manifest.place}" for vote in votes)
-    text = f"the ranks are not in the same live block ({places})"[:_LONGEST]
+    text = f"the ranks are not in the same live block ({places})"[:LONGEST]
     in_blocks = all(vote.manifest.block for vote in votes)
     return Cause(CauseCode.BLOCKS_DIFFER if in_blocks else CauseCode.BLOCK_BESIDE_STEP, text)
 
 
 def states_cause(votes: Iterable[Vote], step: int) -> Cause:
     """Name the replicas whose states differ."""
-    text = f"replicas differ after step {step}: {digests_text(differing(votes))}"[:_LONGEST]
+    text = f"replicas differ after step {step}: {digests_text(differing(votes))}"[:LONGEST]
     return Cause(CauseCode.REPLICAS_DIFFER, text)
 
 
 def manifests_cause(votes: Iterable[Vote]) -> Cause:
     """Name the reductions of each rank."""
     counts = ", ".join(f"{v.peer}: {v.manifest.count}x/{v.manifest.bytes}B" for v in votes)
-    text = f"the votes' manifests do not fit together ({counts})"[:_LONGEST]
+    text = f"the votes' manifests do not fit together ({counts})"[:LONGEST]
     return Cause(CauseCode.MANIFESTS_DIFFER, text)
 
 
@@ -261,14 +259,14 @@ def data_cause(votes: Iterable[Vote]) -> Cause | None:
     """Name the ranks that have drawn different data, if there are any."""
     if not (found := unequal_data(votes)):
         return None
-    text = f"the ranks have drawn different data ({found})"[:_LONGEST]
+    text = f"the ranks have drawn different data ({found})"[:LONGEST]
     return Cause(CauseCode.DATA_DIFFERS, text)
 
 
 def skip_cause(votes: Iterable[Vote], misfit: Cause) -> Cause:
     """Name the ranks that skip a step whose votes do not match."""
     skipping = ", ".join(str(vote.peer) for vote in votes if vote.skip)
-    text = f"the user skipped this step on {skipping}; {misfit.text}"[:_LONGEST]
+    text = f"the user skipped this step on {skipping}; {misfit.text}"[:LONGEST]
     return Cause(CauseCode.SKIPPED, text)
 
 

@@ -167,7 +167,7 @@ def scenarios(name: str) -> tuple[tuple[Path, frozenset[Key]], ...]:
             run = Run(scenario.header, path.parent)
             for block in scenario.blocks:
                 for command in block.commands:
-                    run.command(command.partition("#")[0] if command[0] == "#" else command)
+                    run.command(command)
             found.append((path, frozenset(_keys(run.model))))
     return tuple(found)
 

@@ -176,12 +176,9 @@ def _joiner_known_in_first_txn(s: Local, c: Config, event: Event) -> Iterable[Ef
     return (EFFECTS["propose_refusal"] if known else _minority_known)(s, c, event)
 
 
-def _give_up_most(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    for effect in EFFECTS["propose_refusal"](s, c, event):
-        assert isinstance(effect, Decide)
-        odd = effect.proposal.odd
-        most = tuple(p for p in member_peers(s) if p not in odd) if odd else ()
-        yield replace(effect, proposal=replace(effect.proposal, odd=most))
+def _most_are_odd(s: Local, record: Record) -> Record:
+    odd = record.odd
+    return replace(record, odd=tuple(p for p in member_peers(s) if p not in odd) if odd else ())
 
 
 def _same_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -523,7 +520,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Those whose states agree fetch the state of the one that differs.",
         "divergence",
         small(groups=3, corrupt=1, digests=True, heals=True),
-        participant=planted(actions={"propose_refusal": _give_up_most}),
+        participant=planted(actions=proposing("propose_refusal", _most_are_odd)),
     ),
     Mutant(
         "joiner_ends_the_job",
@@ -544,7 +541,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "The others fetch from a joiner whose state differs from theirs.",
         "divergence",
         small(torn=1, corrupt=1, commits=2, digests=True),
-        participant=planted(actions={"propose_refusal": _give_up_most}),
+        participant=planted(actions=proposing("propose_refusal", _most_are_odd)),
     ),
     # in doubt
     Mutant(

@@ -7,18 +7,19 @@ true is a dropped row. A mutant is named by what is changed and where.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fft.errors import ConfigError
-from fft.protocol.spec import FsmSpec
+from fft.protocol.spec import FsmSpec, without_not
 from fft.protocol.spec_checks import check_spec
 from fft.protocol.table import EXIT_ROWS
 from fft.prove.planting import Raw, owners
 
+Path = tuple[str | int, ...]
+"""Keys and numbers that lead from a spec to one of its lists."""
 Edit = Callable[[list[Any]], object]
 """A change of a list of rows, guards, effects or timers."""
 
@@ -33,7 +34,7 @@ class Mutation:
     name: str
     owner: str
     event: str
-    path: tuple[str | int, ...]
+    path: Path
     edit: Edit
     reorders: bool = False
     """It changes only the order of two effects or rows."""
@@ -44,7 +45,7 @@ class Mutation:
         Raises:
             FftError: The checks of a spec refuse it.
         """
-        raw = copy.deepcopy(spec.model_dump())
+        raw = spec.model_dump()
         at: Any = raw
         for key in self.path:
             at = at[key]
@@ -113,13 +114,10 @@ def _swaps(i: int) -> Edit:
 
 def _negates(i: int) -> Edit:
     def edit(guards: list[str]) -> None:
-        name = guards[i]
-        guards[i] = name.removeprefix("not ") if name.startswith("not ") else f"not {name}"
+        asked, is_expected = without_not(guards[i])
+        guards[i] = f"not {asked}" if is_expected else asked
 
     return edit
-
-
-Path = tuple[str | int, ...]
 
 
 def _of_rows(rows: list[Raw], owner: str, event: str, path: Path) -> Iterator[Mutation]:

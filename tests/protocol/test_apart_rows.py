@@ -140,6 +140,7 @@ def the_job_ended() -> None:
     assert job.head is not None and job.head.last
     ends = [job.node(str(g)).finished for g in range(5)]
     assert all(end is not None and end.error is None for end in ends), ends
+    assert all(job.node(str(g)).core.why_left is not None for g in range(5)), "all left well"
     (late,) = job.start_group("5")
     job.settle()
     assert late.finished is not None and late.finished.error == "JobEnded"

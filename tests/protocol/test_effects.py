@@ -31,8 +31,7 @@ DATA = {
     "finish": "An event without a cause gets a text.",
     "_cause_now": "An ABORT without a cause gets a text, or names the members that are missing.",
     "_open": "The cause stays that of a member that was lost during the last update.",
-    "commit_record": "Data of the record: which groups leave, what follows, the newest checkpoint.",
-    "_end_of_synchronisation": "The same, of an asynchronous job.",
+    "commit_record": "Data of the record: which groups leave, what follows, synchronous or not.",
     "succeed_epoch": "For teaching specs: outside every epoch, of the last record.",
 }
 """Functions that choose, with what they choose. None of it is a step of the protocol."""

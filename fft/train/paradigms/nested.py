@@ -125,7 +125,7 @@ class InnerScope(InnerSteps):
         participant = Participant(Table(spec), config)
         local = participant.initial(lineage=GENESIS, step=0, cursor=0, batches=0)
         own.trace.write("header", header(spec, config, local))
-        own.engine = Engine(participant, local, Buses(bus), own.trace, _Host(self))
+        own.engine = Engine(participant, local, Buses(bus), own.trace, _Host(self), is_inner=True)
         own.engine.start()
         own.engine.post(Start())
 
