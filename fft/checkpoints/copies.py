@@ -2,9 +2,9 @@
 
 After some commits each rank writes its files into the directory of an attempt, as for a durable
 checkpoint, and last its *part*: a manifest of its own files alone. No rank waits for another. A
-resume combines the parts of one attempt into the manifest of a checkpoint (`newest_copy`), which is
-then loaded like any other. Each group writes the shared state, so that the files of one group, or
-of several groups that hold different ranks, are enough.
+resume combines the parts of one attempt into the manifest of a checkpoint (`HeldCopies.newest`),
+which is then loaded like any other. Each group writes the shared state, so that the files of one
+group, or of several groups that hold different ranks, are enough.
 
 This module does not import torch.
 """
@@ -22,10 +22,11 @@ from fft.checkpoints.files import (
     File,
     Manifest,
     file_stem,
+    partial_name,
     sealed,
     unsealed,
 )
-from fft.checkpoints.stores import MANIFEST, PARTIAL, LocalStore, digest_of
+from fft.checkpoints.stores import MANIFEST, PARTIAL, LocalStore
 
 PART = ".part"
 """Suffix of the part of a rank, which is written when its files are complete."""
@@ -170,10 +171,8 @@ class HeldCopies:
         """Return the files of the ranks whose digests are right."""
 
         def problem_of(file: File) -> str | None:
-            path = self.root / name / file.name
             try:
-                with path.open("rb") as data:
-                    is_same = path.stat().st_size == file.size and digest_of(data) == file.sha256
+                is_same = self.checkpoints.store.digest(f"{name}/{file.name}") == file.sha256
             except OSError as error:
                 return f"{name}/{file.name}: it cannot be read: {error}"
             return None if is_same else f"{name}/{file.name}: its SHA-256 is not that of its copy"
@@ -199,7 +198,7 @@ class HeldCopies:
 
 
 def _directory(manifest: Manifest) -> str:
-    return f"step-{manifest.step}{PARTIAL}{manifest.attempt}"
+    return partial_name(manifest.step, manifest.attempt)
 
 
 def _expected(parts: Parts) -> set[str]:

@@ -432,7 +432,7 @@ def _config(parts: Parts) -> Config:
     return Config(
         me=parts.job.peer,
         store=parts.groups.store,
-        spans_hosts="FFT_GROUP_STORE" in os.environ,
+        spans_hosts=parts.groups.spans_hosts,
         home="" if parts.groups.home == parts.groups.store else parts.groups.home,
         transport=_transport(parts.manager, settings.bus_url),
         pid=os.getpid(),

@@ -203,20 +203,7 @@ class Checkpointer(CheckpointHooks):
         self._at_work.close()
 
     def _attempt(self, named: Named, record: Record, epoch: Record) -> WriteAttempt:
-        rank, spec = self._rank, self._rank.settings.spec
-        return WriteAttempt(
-            named,
-            record,
-            epoch,
-            rank.world,
-            rank.scope.by_rank,
-            spec.name,
-            spec.digest(),
-            self.loader.origin,
-            rank.settings.expected_groups,
-            rank.groups.mesh_text,
-            rank.state.paradigm.items_per_step,
-        )
+        return WriteAttempt.of(self._rank, named, record, epoch, self.loader.origin)
 
     def _leave_out(self, attempt: WriteAttempt, why: str) -> None:
         report_skipped(self._job.report_checkpoint, attempt.named.step, why)

@@ -356,6 +356,16 @@ class Snapshot:
         self.confirmed.set()
         return time.monotonic() - began
 
+    def await_confirmation(self) -> None:
+        """Wait for `confirmed`: the update, a rollback or the end of the script sets it.
+
+        Raises:
+            FftError: The copy is not usable.
+        """
+        self.confirmed.wait()
+        if self.problem is not None:
+            raise FftError(self.problem)
+
     def _give_up(self, problem: str) -> None:
         with self._lock:
             self.problem = self.problem or problem

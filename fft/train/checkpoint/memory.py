@@ -21,10 +21,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-import torch
-
 from fft.checkpoints.copies import deliver, keep_newest
-from fft.checkpoints.files import Checkpoints, Manifest, attempt_name, partial_name
+from fft.checkpoints.files import Checkpoints, Origin, attempt_name
 from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
 from fft.checkpoints.stores import LocalStore
 from fft.errors import BusError, FftError
@@ -33,11 +31,10 @@ from fft.messages.protocol import Record
 from fft.train.checkpoint.checkpointer import Checkpointer
 from fft.train.checkpoint.contents import COPY_LIMIT_S, Copies, Snapshot, write_rank
 from fft.train.checkpoint.loading import CheckpointLoader
-from fft.train.checkpoint.writer import WorkerPool, position_of
-from fft.train.session.checkpoint_schedule import is_first
+from fft.train.checkpoint.writer import WorkerPool, WriteAttempt
+from fft.train.session.checkpoint_schedule import Named, is_first
 from fft.train.session.rank_context import RankContext
 from fft.train.session.rank_state import CheckpointHooks
-from fft.util.version import __version__
 
 AT = "memory/at"
 """Register of the job's bus: the step of the next copy."""
@@ -105,9 +102,8 @@ class MemoryCopies(CheckpointHooks):
         self._written = threading.Event()
         """Set when no copy is being written."""
         self._written.set()
-        self._asked = threading.Event()
-        """Set when the register is not being read or written."""
-        self._asked.set()
+        self._is_asking = False
+        """The register is being read or written."""
         self._next = 0
         """Step of the next copy, if the interval is measured; set by the thread as well."""
         self._pending: tuple[Record, Record] | None = None
@@ -117,6 +113,7 @@ class MemoryCopies(CheckpointHooks):
         self._pace = Pace()
         self._is_off = bool(rank.scope.by_rank)  # stages have no common commit
         self._loader: CheckpointLoader | None = None
+        """Resumes from a copy in a job without durable checkpoints; else ``durable`` does."""
         if plan.resume is not None and durable is None:
             given = Checkpointing(plan.place, resume=plan.resume)
             self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
@@ -136,8 +133,9 @@ class MemoryCopies(CheckpointHooks):
     def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
         """Complete the last copy if the txn leads to the next one. See `CheckpointHooks.asks`."""
         if not skip and self._is_due(plan.step + 1) and not self._written.is_set():
-            self._copies.finish()
-            self._written.wait(COPY_LIMIT_S)
+            with self._rank.watchers.waiting():  # bounded, and no hang
+                self._copies.finish()
+                self._written.wait(COPY_LIMIT_S)
         return self._hooks.asks(plan, last, skip)
 
     def committed(self, record: Record, epoch: Record | None) -> None:
@@ -150,8 +148,8 @@ class MemoryCopies(CheckpointHooks):
         self._measure(record)
         if self._is_due(record.step) and self._written.is_set():
             self._pending = record, epoch
-        elif self._plan.every is None and self._next <= record.step and self._asked.is_set():
-            self._asked.clear()
+        elif self._plan.every is None and self._next <= record.step and not self._is_asking:
+            self._is_asking = True
             self._threads.do(partial(self._agree, record.step, is_first(self._job.peer, epoch)))
 
     def take(self) -> None:
@@ -190,8 +188,15 @@ class MemoryCopies(CheckpointHooks):
 
     # --- when ---
 
+    @property
+    def _origin(self) -> Origin | None:
+        """The copy or checkpoint that the job has begun with, if any."""
+        loader = self._loader if self._durable is None else self._durable.loader
+        return None if loader is None else loader.origin
+
     def _is_due(self, step: int) -> bool:
-        first, every = (self._plan.resume or 0) + 1, self._plan.every
+        origin, every = self._origin, self._plan.every
+        first = 1 if origin is None else origin.step + 1
         return step in (first, self._next) if every is None else step % every == 0
 
     def _measure(self, record: Record) -> None:
@@ -216,7 +221,7 @@ class MemoryCopies(CheckpointHooks):
         except (BusError, ValueError) as error:
             logger.warning("cannot see when the next copy in memory is due: %s", error)
         finally:
-            self._asked.set()
+            self._is_asking = False
 
     # --- one copy, on a thread ---
 
@@ -234,14 +239,12 @@ class MemoryCopies(CheckpointHooks):
                 )
                 return
             keep_newest(self._plan.place, *self._place, below=record.step)
-            part, directory = self._part(record, epoch)
+            attempt = self._attempt(record, epoch)
+            directory, rank = attempt.directory, self._place[1]
             files = write_rank(self._store, directory, self._place, snapshot.data, snapshot.tensors)
-            snapshot.confirmed.wait()  # the update, a rollback or the end of the script sets it
-            if snapshot.problem is not None:
-                raise FftError(snapshot.problem)
-            deliver(
-                self._store, directory, part.model_copy(update={"files": files}), self._place[1]
-            )
+            snapshot.await_confirmation()
+            scopes = {self._rank.scope.name: attempt.at}
+            deliver(self._store, directory, attempt.manifest(scopes, attempt.groups, files), rank)
             told: dict[str, Any] = {"step": record.step, "bytes": sum(f.size for f in files)}
             told["place"] = self._store.url
             told["copy_ms"] = round(snapshot.copy_s * 1e3, 3)
@@ -252,6 +255,11 @@ class MemoryCopies(CheckpointHooks):
         finally:
             self._written.set()
 
+    def _attempt(self, record: Record, epoch: Record) -> WriteAttempt:
+        name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
+        named = Named(name, record.step, writer=self._place[0])
+        return WriteAttempt.of(self._rank, named, record, epoch, self._origin)
+
     def _failed(self, step: int, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
         logger.warning("no copy of step %d in memory: %s; training continues", step, text)
@@ -261,27 +269,3 @@ class MemoryCopies(CheckpointHooks):
         self._is_off = True
         self._copies.leave_memory()
         self._job.warn("memory_copies_off", f"no copies of the state in memory: {why}")
-
-    def _part(self, record: Record, epoch: Record) -> tuple[Manifest, str]:
-        """Return the manifest of this rank's files, without them, and the directory for them."""
-        rank, spec, at = self._rank, self._rank.settings.spec, position_of(record)
-        name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
-        loader = self._loader if self._durable is None else self._durable.loader
-        part = Manifest(
-            **at.model_dump(),
-            scopes={rank.scope.name: at},
-            writer=self._place[0],
-            groups=tuple(entry.group for entry in epoch.members),
-            ranks=rank.world,
-            mesh=rank.groups.mesh_text,
-            items=rank.state.paradigm.items_per_step,
-            spec=spec.name,
-            spec_digest=spec.digest(),
-            fft_version=__version__,
-            torch_version=torch.__version__,
-            attempt=name,
-            written_at=time.time(),
-            resumed_from=None if loader is None else loader.origin,
-            files=(),
-        )
-        return part, partial_name(record.step, name)

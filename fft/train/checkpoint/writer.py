@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -38,6 +38,7 @@ from fft.errors import FftError
 from fft.messages.protocol import Record
 from fft.train.checkpoint.contents import Snapshot, write_rank
 from fft.train.session.checkpoint_schedule import CheckpointSchedule, Named, Note, report_skipped
+from fft.train.session.rank_context import RankContext
 from fft.util.version import __version__
 
 _BEFORE_DELIVERY = ("copying", "writing", "waiting for the end of the step function")
@@ -89,6 +90,53 @@ class WriteAttempt:
     """The layout of the mesh of each group, as in `Manifest`."""
     items: int = 0
     """Number of data items in a slice, as in `Manifest`."""
+
+    @classmethod
+    def of(
+        cls, rank: RankContext, named: Named, record: Record, epoch: Record, origin: Origin | None
+    ) -> Self:
+        """Return the attempt ``named`` of this rank. ``origin`` is the checkpoint it began with."""
+        spec = rank.settings.spec
+        return cls(
+            named,
+            record,
+            epoch,
+            rank.world,
+            rank.scope.by_rank,
+            spec.name,
+            spec.digest(),
+            origin,
+            rank.settings.expected_groups,
+            rank.groups.mesh_text,
+            rank.state.paradigm.items_per_step,
+        )
+
+    def manifest(
+        self, scopes: Mapping[str, Scope], groups: Iterable[str], files: Iterable[File]
+    ) -> Manifest:
+        """Return the manifest of these files.
+
+        Args:
+            scopes: Position of each scope of the job.
+            groups: The groups whose ranks have written all of their files.
+        """
+        return Manifest(
+            **self.at.model_dump(),
+            scopes=dict(scopes),
+            writer=self.named.writer,
+            groups=tuple(groups),
+            ranks=self.ranks,
+            mesh=self.mesh,
+            items=self.items,
+            spec=self.spec,
+            spec_digest=self.spec_digest,
+            fft_version=__version__,
+            torch_version=torch.__version__,
+            attempt=self.named.name,
+            written_at=time.time(),
+            resumed_from=self.origin,
+            files=tuple(files),
+        )
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -431,9 +479,7 @@ class RankWriter:
             at=attempt.at if attempt.stages else None,
         )
         self._at("waiting for the end of the step function")
-        snapshot.confirmed.wait()  # the update, a rollback or the end of the script sets it
-        if snapshot.problem is not None:
-            raise FftError(snapshot.problem)
+        snapshot.await_confirmation()
         self._at("delivering")
         self._checkpoints.deliver(directory, receipt)
         return files
@@ -486,9 +532,9 @@ class RankWriter:
 
     def _manifest(self, receipts: dict[tuple[str, int], Receipt]) -> Manifest:
         """Build the manifest. Raises FftError if the positions of the stages are inconsistent."""
-        attempt, at = self._attempt, self._attempt.at
+        attempt = self._attempt
         ranks = range(attempt.ranks)
-        scopes = self._stages(receipts) if attempt.stages else {"job": at}
+        scopes = self._stages(receipts) if attempt.stages else {"job": attempt.at}
         whole = [
             group
             for group in attempt.groups
@@ -496,23 +542,8 @@ class RankWriter:
             and all(receipts[group, k].at == receipts[attempt.named.writer, k].at for k in ranks)
         ]
         listed = [receipts[group, rank] for group in whole for rank in ranks]
-        return Manifest(
-            **at.model_dump(),
-            scopes=scopes,
-            writer=attempt.named.writer,
-            groups=tuple(whole),
-            ranks=attempt.ranks,
-            mesh=attempt.mesh,
-            items=attempt.items,
-            spec=attempt.spec,
-            spec_digest=attempt.spec_digest,
-            fft_version=__version__,
-            torch_version=torch.__version__,
-            attempt=attempt.named.name,
-            written_at=time.time(),
-            resumed_from=attempt.origin,
-            files=tuple(file for receipt in listed for file in receipt.files),
-        )
+        files = [file for receipt in listed for file in receipt.files]
+        return attempt.manifest(scopes, whole, files)
 
     def _stages(self, receipts: dict[tuple[str, int], Receipt]) -> dict[str, Scope]:
         """Return the position of each stage.

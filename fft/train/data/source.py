@@ -178,16 +178,14 @@ class Loader:
                 "the whole data"
             )
         self.loader, self.sharded, self.identify = loader, sharded, identify
-        self.replay_only, self.global_batch = replay_only, global_batch
+        own = getattr(loader, "global_batch", None) if isinstance(loader, DataSource) else None
+        self.replay_only = replay_only
+        self.global_batch: int | None = own if global_batch is None else global_batch
 
 
 def settings_of(loader: Any) -> Loader:
     """Return the loader that the script passed to ``transactions``, with its settings."""
-    if isinstance(loader, Loader):
-        return loader
-    is_source = isinstance(loader, DataSource)
-    samples = getattr(loader, "global_batch", None) if is_source else None
-    return Loader(loader, global_batch=samples)
+    return loader if isinstance(loader, Loader) else Loader(loader)
 
 
 class Identified:

@@ -64,7 +64,10 @@ class EpochGroups:
         self._peer = peer
         self.home = home
         """Address of the store where this group meets; that of the newest epoch."""
-        self.store = os.environ.get("FFT_GROUP_STORE") or home
+        first = os.environ.get("FFT_GROUP_STORE", "")
+        self.spans_hosts = bool(first)
+        """The ranks of this group run on several hosts."""
+        self.store = first or home
         """Address of the store where this group met first, which identifies the group."""
         self._is_replacement = is_replacement
         self._has_stages = False

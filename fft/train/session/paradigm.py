@@ -92,8 +92,8 @@ class Paradigm(ABC, Generic[LoopT]):
         kind: The paradigm in the table of limits.
         can_reform: Whether a group may continue with another process in the place of one that it
             has lost.
-        steps_together: Whether all ranks of the job are at the same step, which `manager.stop` and
-            recomputation require.
+        steps_together: Whether all ranks of the job are at the same step, which recomputation and
+            shared statistics require.
     """
 
     kind: ClassVar[Feature]

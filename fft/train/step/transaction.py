@@ -119,6 +119,8 @@ class TransactionLoop:
         self._left_at = None  # it may continue where an earlier loop was left
         state.checkpoints.resume()  # from a checkpoint, which has the position of the data
         source = state.open_source(data, self.job.peer.group, self.job.bus)
+        if not source.in_any_order:
+            self.features.use(Feature.SEQUENTIAL)
         self._guard = UnregisteredStepGuard(state, self._reducers, self.job)
         try:
             # open before process groups exist, so that loader workers do not inherit their sockets

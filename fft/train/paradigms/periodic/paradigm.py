@@ -126,8 +126,6 @@ class Periodic(Lockstep):
     ) -> Iterator[InnerTransaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
-        if not source.in_any_order:
-            self._rank.features.use(Feature.SEQUENTIAL)
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.items_per_step, self.batches.number)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)

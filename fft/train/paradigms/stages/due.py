@@ -147,13 +147,12 @@ class FirstStageSchedule(CheckpointSchedule):
 
     def asks(self, plan: StartTxn, last: bool, skip: bool) -> bool:
         """See `CheckpointSchedule.asks`; the announcement precedes the vote."""
-        is_due = super().asks(plan, False, skip)
-        if (epoch := epoch_to_name_in(self._job, plan)) is None:
-            return False
+        epoch = epoch_to_name_in(self._job, plan)
         local = self._job.local  # it also has the groups that have left
-        is_drained = local is not None and bool(local.leaving & epoch.peer_set)
-        may_end = (last and not skip) or is_drained
-        if not (may_end or is_due):
+        is_drained = epoch is not None and local is not None and local.leaving & epoch.peer_set
+        may_end = (last and not skip) or bool(is_drained)
+        is_due = super().asks(plan, may_end and not skip, skip)
+        if epoch is None or not (may_end or is_due):
             return False
         step, name = plan.step + (not skip), attempt_name(self._job.bus.generation, f"{plan.token}")
         writer = epoch.members[0].group

@@ -51,8 +51,6 @@ class AsyncPipeline(Pipelined):
         rank, output = self._rank, self.output
         assert not isinstance(source, ShardedSource), "refused before"
         if output is not None:
-            if not source.in_any_order:
-                rank.features.use(Feature.SEQUENTIAL)
             output.source = source
 
         def make_others(computing: int | None) -> None:
