@@ -29,7 +29,6 @@ from torch import nn
 
 import fft
 from fft.checkpoints.plan import MemoryPlan
-from fft.train.session.checkpoint_schedule import RecordSchedule
 
 STEP_S = 0.05
 STATE_MB = 100
@@ -82,7 +81,7 @@ def switch_of(manager: fft.ManagerFFT, is_memory: bool) -> Callable[[bool], None
 
         return copy
     checkpointer = manager._parts.checkpointer
-    assert checkpointer is not None and isinstance(checkpointer._due, RecordSchedule)
+    assert checkpointer is not None
     schedule, plan = checkpointer._due, checkpointer.plan
 
     def take(is_on: bool) -> None:

@@ -98,8 +98,9 @@ def run(example: Example, folder: Path) -> bool:
 
 def row(example: Example, traces: Path) -> tuple[list[str], bool]:
     """Return the columns of one run, and whether all requirements are met."""
-    report, found = audit_dir(traces), RunReport(traces).incidents
-    asked, missing = RunReport(traces).requested_faults()
+    report, run = audit_dir(traces), RunReport(traces)
+    found = run.incidents
+    asked, missing = run.requested_faults()
     all_fired = bool(asked) and not missing
     scopes = {folder: slices(read_lines(folder)) for folder in scope_folders(traces)}
     delays = sorted(i.next_commit_ms for i in found if i.next_commit_ms is not None)

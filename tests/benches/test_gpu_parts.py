@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
 from tests.acceptance.gpu import part, runner
 from tests.acceptance.gpu.findings import Pen, read
@@ -243,10 +244,11 @@ def test_threads_of_an_abort_are_sampled_by_name_and_system_call() -> None:
     waiter = threading.Thread(target=wait)
     with nccl_abort.sampled(seen):
         waiter.start()
-        deadline = time.monotonic() + FAR_S
-        while not any(f"{name} in system call 0" in each for each in seen):  # read(2)
-            assert time.monotonic() < deadline
-            time.sleep(0.001)  # the sampler does not say when it has sampled
+        wait_until(
+            lambda: any(f"{name} in system call 0" in each for each in list(seen)),  # read(2)
+            "the sampler sees it",
+            FAR_S,
+        )
         os.write(writes, b"x")
         waiter.join()
     os.close(reads)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torchft
+from waiting import wait_until
 
 import fft
 
@@ -33,6 +34,9 @@ for txn in manager.transactions(fft.CursorLoader(torch.randn(512, 8), batch_size
         began = txn.step
         Path(sys.argv[1], f"began-{os.getpid()}").write_text(str(began))
     with txn:
+        if txn.step == 10:  # the test kills the job in step 11
+            place = Path(os.environ["FFT_CHECKPOINT"], "step-5", "manifest.json")
+            wait_until(place.exists, "the checkpoint of step 5 is there")
         loss = model(txn.batch).square().mean()
         if began >= 8 and txn.step == 13:
             loss = loss * float("nan")

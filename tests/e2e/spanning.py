@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +34,11 @@ class SpanningJob:
         token, log = folder / "token", folder / "bus.log"
         serving = ["serve", "--host", "10.77.0.1", "--token-file", str(token), "--no-lighthouse"]
         self.server = Forked(run, hosts[0], *serving, log=log)
-        wait_until(lambda: "FFT_BUS=" in log.read_text(), "the bus is served", LONG_S)
+        try:
+            wait_until(lambda: "FFT_BUS=" in log.read_text(), "the bus is served", LONG_S)
+        except BaseException:
+            self.server.end()
+            raise
         url = re.findall(r"FFT_BUS=(\S+)", log.read_text())[0]
         self.env = {"FFT_BUS": url, "FFT_TOKEN_FILE": str(token)}
         self.agents: dict[int, Forked] = {}
@@ -133,16 +137,3 @@ def spanning_job(folder: Path, hosts: int, groups: int = GROUPS) -> Iterator[Spa
                     os.kill(pid, signal.SIGKILL)
             for agent in (*job.agents.values(), job.server):
                 agent.end()
-
-
-def digests(traces: Sequence[Path]) -> dict[tuple[str, int, int], set[str]]:
-    """Return the digests of each rank of the state after each step, by group, rank and step."""
-    from fft.trace.audit import read_lines
-
-    found: dict[tuple[str, int, int], set[str]] = {}
-    for line in (line for folder in traces for line in read_lines(folder)):
-        event = line.get("event") or {}
-        if event.get("type") == "applied" and event.get("digest"):
-            place = line["group"], line["rank"], line["step"]
-            found.setdefault(place, set()).add(event["digest"])
-    return found

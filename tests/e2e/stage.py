@@ -297,6 +297,15 @@ def slices(directory: Path) -> dict[int, list[int]]:
     return found
 
 
+def digests(directory: Path) -> dict[tuple[str, int, int], set[str]]:
+    """Return the digests of the state after each step, by group, rank and step."""
+    found: dict[tuple[str, int, int], set[str]] = {}
+    for line in events(directory, "applied"):
+        if digest := line["event"].get("digest"):
+            found.setdefault((line["group"], line["rank"], line["step"]), set()).add(digest)
+    return found
+
+
 def notes(directory: Path, name: str) -> list[dict[str, Any]]:
     """Return the trace notes of one name."""
     return [line for line in read_lines(directory) if line.get("note") == name]

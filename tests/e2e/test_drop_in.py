@@ -102,10 +102,11 @@ def test_incidents_report_the_cost_of_faults(
 ) -> None:
     with capsys.disabled():
         print()
-        for found in RunReport(traces).incidents:
+        incidents = RunReport(traces).incidents
+        for found in incidents:
             ms = "-" if found.next_commit_ms is None else f"{found.next_commit_ms:.0f} ms"
             print(f"  {found.fault}: next commit after {ms}, {found.bytes_healed} bytes healed")
-    transient = RunReport(traces).incidents[1:4] if len(RunReport(traces).incidents) > 4 else []
+    transient = incidents[1:4] if len(incidents) > 4 else []
     assert all(found.bytes_healed == 0 for found in transient)
 
 

@@ -44,7 +44,7 @@ def arguments(root: Path, *script: object, **options: object) -> list[str]:
     given |= options
     flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
     for name, value in given.items():
-        flags += [f"--{name}", str(value)]
+        flags += [] if value is None else [f"--{name}", str(value)]
     return [*flags, str(SCRIPT), *map(str, script)]
 
 
@@ -103,13 +103,18 @@ def judge(root: Path, expected: dict[str, list[object]], starts: int, steps: int
     judge_data(root, starts, steps)
 
 
-def judge_data(root: Path, starts: int, steps: int = STEPS) -> None:
+def judge_starts(root: Path, starts: int, steps: int = STEPS) -> None:
     """Check for each slice once, and an audit without findings."""
     assert len(folders(root)) >= starts
     for slices in consumed(root, steps).values():
         assert sorted(slices) == list(range(2 * steps))
     report = audit_job(root / "traces")
     assert report.ok, report.render()
+
+
+def judge_data(root: Path, starts: int, steps: int = STEPS) -> None:
+    """The same, and a newest checkpoint of the last step."""
+    judge_starts(root, starts, steps)
     whole = Checkpoints(open_store(str(root / "checkpoints")))
     newest, problems = whole.newest()
     assert newest is not None and newest.step == steps and not problems

@@ -25,7 +25,11 @@ pytestmark = pytest.mark.multiprocess
 def run(root: Path, spec: str, steps: int, *cuts: int, every: int = 1000) -> str:
     """Run a start of the job to its end. Return its output."""
     (root / "out").mkdir(parents=True, exist_ok=True)
-    given = {"groups": 2, "ranks": 2 if spec == "hsdp_diloco" else 1, "trace-dir": root / "traces"}
+    given: dict[str, object] = {
+        "groups": 2,
+        "ranks": 2 if spec == "hsdp_diloco" else 1,
+        "trace-dir": root / "traces",
+    }
     given |= {
         "timeout": LIMIT_S - 20,
         "checkpoint": root / "checkpoints",

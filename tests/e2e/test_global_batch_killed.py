@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from forked_run import fft
+from stage import digests
 
-from fft.trace.audit import audit_dir, read_lines
+from fft.trace.audit import audit_dir
 from fft.trace.run import Run
 
 SCRIPT = Path(__file__).with_name("global_batch_script.py")
@@ -35,10 +36,8 @@ def _run(folder: Path, ranks: int, *given: str, steps: int | None = None) -> Pat
 def _digests(traces: Path) -> dict[tuple[int, int], set[str]]:
     """Return the digests of the weights by committed steps and rank."""
     found: dict[tuple[int, int], set[str]] = {}
-    for line in read_lines(traces):
-        event = line.get("event") or {}
-        if event.get("type") == "applied" and event.get("digest"):
-            found.setdefault((line["step"], line["rank"]), set()).add(event["digest"])
+    for (_, rank, step), taken in digests(traces).items():
+        found.setdefault((step, rank), set()).update(taken)
     return found
 
 

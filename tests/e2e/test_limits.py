@@ -118,13 +118,6 @@ def test_global_batch_of_local_steps_is_refused_by_its_own_limit(made: Job) -> N
         manager.transactions(fft.Loader([1], global_batch=8))
 
 
-def test_loop_of_torchft_is_refused_after_a_veto(made: Job) -> None:
-    manager = made.member("0").manager
-    manager.veto(lambda result: None)
-    with pytest.raises(FftError, match="call start_quorum\\(\\) again without should_commit"):
-        manager.start_quorum()
-
-
 def test_sequential_loader_is_an_error_of_the_data() -> None:
     with pytest.raises(DataError, match="local steps"):
         FeaturesInUse("diloco", ()).use(Feature.LOCAL_STEPS, Feature.SEQUENTIAL)

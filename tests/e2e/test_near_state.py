@@ -24,13 +24,14 @@ from test_durable import (
     SCRIPT,
     STEPS,
     began_at,
-    consumed,
     ends,
     folders,
+    judge_starts,
     kill_now_and_then,
     living,
     run_undisturbed,
 )
+from test_durable import arguments as durable_arguments
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -47,15 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
     return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
-def arguments(root: Path, *script: object, **options: object) -> list[str]:
-    """Return the arguments of `fft run`; they are the same for each start of a job."""
-    (root / "out").mkdir(exist_ok=True)
-    given = {"groups": 2, "ranks": 2, "trace-dir": root / "traces", "memory": 1}
-    given |= {"timeout": LIMIT_S - 20, **options}
-    flags = ["run", "--no-lighthouse", "--no-progress", "--resume"]
-    for name, value in given.items():
-        flags += [f"--{name}", str(value)]
-    return [*flags, str(SCRIPT), *map(str, script)]
+arguments = partial(durable_arguments, memory=1, checkpoint=None, every=None)
 
 
 def is_of_a_copy(line: dict[str, Any]) -> bool:
@@ -94,17 +87,13 @@ def judge(
     expected: dict[str, list[object]],
     starts: int,
     steps: int = STEPS,
+    most_lost: int = 1,
 ) -> None:
     """Check for equal bits, each slice once, an audit without findings, and the steps lost."""
     assert ends(root) == expected
-    found = folders(root)
-    assert len(found) >= starts
-    for slices in consumed(root, steps).values():
-        assert sorted(slices) == list(range(2 * steps))
-    for before, after in itertools.pairwise(found):
-        assert began_at(after) >= max(reached(before), began_at(before) % sys.maxsize) - 1
-    report = audit_job(root / "traces")
-    assert report.ok, report.render()
+    judge_starts(root, starts, steps)
+    for before, after in itertools.pairwise(folders(root)):
+        assert began_at(after) >= max(reached(before), began_at(before) % sys.maxsize) - most_lost
 
 
 def place_of(process: FftRun) -> Path:
@@ -149,8 +138,10 @@ def test_same_command_resumes_from_memory_after_a_kill_of_fft_run(
         os.kill(process.pid, signal.SIGKILL)
         process.wait(LIMIT_S)
         wait_until(lambda: not list(living(tmp_path)), "the end of the ranks")
-    newest = max(copied(tmp_path))
     if is_damaged:
+        (only,) = folders(tmp_path)
+        lines = [x for x in read_lines(only, is_of_a_copy) if (x["group"], x["rank"]) == ("1", 0)]
+        newest = max(line["data"]["step"] for line in lines)
         (path,) = place.glob(f"step-{newest}.*/g1r0.safetensors")
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
@@ -168,7 +159,9 @@ def test_same_command_resumes_from_memory_after_a_kill_of_fft_run(
     assert ("a copy in memory was not used: step-" in report) == is_damaged
     lacks = "has no buffers and random states of group 1" in done.stderr
     assert is_damaged or not lacks
-    judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2)
+    # the copy before the damaged one may still be whole
+    most_lost = 1 + is_damaged
+    judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2, most_lost=most_lost)
 
 
 def test_job_leaves_a_consistent_but_bad_state_for_an_older_one(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from forked_run import fft
 from namespaces import needs_namespaces
-from spanning import GROUPS, LONG_S, RANKS, SCRIPT, SpanningJob, digests, spanning_job
-from stage import fetches, records, slices
+from spanning import GROUPS, LONG_S, RANKS, SCRIPT, SpanningJob, spanning_job
+from stage import digests, fetches, records, slices
 from waiting import wait_until
 
 from fft.trace.audit import audit_dir
@@ -33,7 +33,7 @@ def check(job: SpanningJob) -> Path:
     for taken in slices(traces).values():
         assert sorted(taken) == list(range(cursor))
     of_groups: dict[tuple[int, int], set[str]] = {}
-    for (_, rank, step), found in digests([traces]).items():
+    for (_, rank, step), found in digests(traces).items():
         of_groups.setdefault((rank, step), set()).update(found)
     assert of_groups and all(len(found) == 1 for found in of_groups.values())
     return traces
@@ -57,8 +57,8 @@ def test_group_on_two_hosts_has_the_bits_of_one_host(tmp_path: Path) -> None:
         assert [agent.wait(LONG_S) for agent in job.agents.values()] == [0, 0], [
             agent.tail() for agent in job.agents.values()
         ]
-        spread = digests([job.traces()])
-    assert spread == digests([alone]) and len(spread) == GROUPS * RANKS * STEPS
+        spread = digests(job.traces())
+    assert spread == digests(alone) and len(spread) == GROUPS * RANKS * STEPS
     for group in range(GROUPS):
         variables = [json.loads((tmp_path / f"env-{group}-{r}").read_text()) for r in range(RANKS)]
         shown = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ from fft.trace.history import History
 
 STEPS, BAD = 6, 3
 QUICK = {"pause": 0.01}
+
+
+def history_of(*found: dict[str, Any]) -> History:
+    """Return the history of these records."""
+    history = History()
+    for record in found:
+        history.take_record(decode_record(json.dumps(record).encode()), 0.0)
+    return history
 
 
 def _flip(tensor: torch.Tensor, bit: int = 12) -> None:
@@ -99,9 +108,7 @@ def test_one_of_two_groups_that_cannot_repeat_its_gradients_is_named(tmp_path: P
     assert first["accused"] == second["accused"] == [] and len(later) == 6
     assert all([who[0] for who in r["accused"]] == ["1"] for r in later)
     assert "1/0#1 could not repeat its own" in later[0]["cause"]
-    history = History()
-    for record in (first, second, *later[:2]):
-        history.take_record(decode_record(json.dumps(record).encode()), 0.0)
+    history = history_of(first, second, *later[:2])
     assert named_by_all(history.course.run, 3) == ("1", 0), (
         "the diagnosis starts after four rollbacks"
     )
@@ -139,10 +146,8 @@ def test_divergent_rank_of_three_is_named_and_the_others_continue(tmp_path: Path
         assert isinstance(errors[1], StepRetriesExceeded), repr(errors[1])
         assert parameters(made.members[0].model) == parameters(made.members[2].model)
         made.audit()
-    history = History()
     wrong = [r for r in records(tmp_path) if r["code"] == "gradients_differ"]
-    for record in wrong:
-        history.take_record(decode_record(json.dumps(record).encode()), 0.0)
+    history = history_of(*wrong)
     assert len(wrong) == 8
     assert all(rollback.named == {("1", 0)} for rollback in history.course.run), "for the diagnosis"
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from waiting import wait_until
 
@@ -27,16 +28,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return RunConfig([str(tmp_path / "script.py")], 2, 2, tmp_path / "traces", memory="auto")
 
 
-def folders(config: RunConfig) -> list[Path]:
+def folders() -> list[Path]:
     return list(memory.ROOT.iterdir())
 
 
 def test_folder_is_private_and_removed_at_the_end(config: RunConfig) -> None:
     with copies_folder(config, joins=False) as (plan, _):
         assert plan is not None and plan.place.stat().st_mode & 0o777 == 0o700
-        assert folders(config) == [plan.place]
+        assert folders() == [plan.place]
         assert 0 < plan.limit <= free_memory()
-    assert folders(config) == []
+    assert folders() == []
 
 
 def test_same_command_has_a_folder_of_its_own_while_it_runs_twice(config: RunConfig) -> None:
@@ -54,7 +55,7 @@ def test_folder_stays_for_the_next_start_if_asked(config: RunConfig) -> None:
     with copies_folder(config, joins=False) as (again, _):
         assert again is not None and again.place == plan.place
         assert (again.place / "step-4").is_dir()
-    assert folders(config) == []
+    assert folders() == []
 
 
 def test_folder_of_another_user_is_not_used(config: RunConfig) -> None:
@@ -78,41 +79,59 @@ def test_folder_that_no_process_removes_any_more_is_swept(config: RunConfig) -> 
 
 def test_jobs_without_copies_have_no_folder(config: RunConfig) -> None:
     with copies_folder(config, joins=True) as (plan, _):
-        assert plan is None and folders(config) == []
+        assert plan is None and folders() == []
 
 
-def killed(folder: Path, kept_s: float) -> None:
-    """Hold a folder in a process that is killed."""
+def killed(folder: Path, kept_s: float, has_copy: bool = True) -> float:
+    """Hold a folder in a process that is killed; return the time of its death."""
+    if has_copy:
+        (folder / "step-4").touch()
     source = (
-        "import sys, pathlib, fcntl\n"
+        "import sys, pathlib, fcntl, contextlib\n"
         "from fft.util.remove_after_death import vanishing\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "with (folder / '.job.lock').open('a') as lock, vanishing(folder, float(sys.argv[2])):\n"
-        "    fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "    with contextlib.suppress(BlockingIOError):  # the test holds it\n"
+        "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", source, str(folder), str(kept_s)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"held\n"
+    at = time.monotonic()
     child.kill()
     child.communicate()
+    return at
+
+
+def removers(folder: Path, kept_s: str) -> list[psutil.Process]:
+    """Return the processes that are to remove the folder after that time."""
+    found = psutil.process_iter(["cmdline"])
+    return [p for p in found if {str(folder), kept_s} <= set(p.info["cmdline"] or ())]
 
 
 def test_folder_of_a_killed_process_is_removed_after_some_time(tmp_path: Path) -> None:
     folder = tmp_path / "copies"
     folder.mkdir()
-    killed(folder, 0.5)
-    assert folder.exists()
+    at = killed(folder, 0.5)
     wait_until(lambda: not folder.exists(), "its removal")
+    assert time.monotonic() - at >= 0.5
 
 
 def test_folder_that_another_process_has_taken_stays(tmp_path: Path) -> None:
     folder = tmp_path / "copies"
     folder.mkdir()
-    killed(folder, 0.2)
     with vanishing(folder), (folder / remove_after_death.LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        time.sleep(1.0)  # longer than the other remover waits
+        killed(folder, 0.2)
+        wait_until(lambda: not removers(folder, "0.2"), "the other remover ends")
         assert folder.exists()
     assert not folder.exists()
+
+
+def test_empty_folder_of_a_killed_process_is_removed_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    killed(folder, 1e6, has_copy=False)
+    wait_until(lambda: not folder.exists(), "its removal")

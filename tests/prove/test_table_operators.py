@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -143,5 +144,5 @@ def test_a_change_is_met_where_the_state_has_its_row() -> None:
 
 def test_every_pattern_of_equivalent_mutants_names_one() -> None:
     for like in EQUIVALENT:
-        assert any(survivors.fnmatchcase(name, like) for name in MUTATIONS), like
+        assert any(fnmatchcase(name, like) for name in MUTATIONS), like
     assert reason_for("nothing like that") == ""

@@ -417,7 +417,7 @@ def test_course_leaves_faults_before_the_first_commit_out_of_the_time_lost() -> 
     assert [TimeLost(course).by(fault) for fault in course.faults] == pytest.approx([0.0, 2.9])
 
 
-def test_course_merges_synchronization_epochs_with_equal_() -> None:
+def test_course_merges_synchronization_epochs_with_equal_members() -> None:
     """In an asynchronous job each synchronization is an epoch of its own."""
     course, n, slices, at = Course(), 0, 0, 0.0
     groups = ["0", "1"]
