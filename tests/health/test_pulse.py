@@ -65,6 +65,9 @@ def test_written_pulse_is_read_back(pulse: Pulse, clock: Clock) -> None:
     )
     with pulse.atomic:
         assert reader.read().atomic
+    for joins in (True, False):
+        pulse.join(joins)
+        assert reader.read().joins is joins
     clock.now = 103.5
     pulse.end(committed=True)
     pulse.leave()

@@ -39,6 +39,9 @@ class Watchers:
         self.interrupter: Interrupter | None = None
         self.monitor: MonitorClient | None = None
         self.speed: ProgressReporter | None = None
+        self.joins = False
+        """Whether this process joins a running job, and its first steps must be as fast as the
+        others'."""
         self._others: ResubscribingListener | None = None
         """Listener to the speeds of the other ranks, until this rank has some of its own."""
         self._commits = 0
@@ -85,10 +88,17 @@ class Watchers:
             self.monitor.pulse.begin(step)
             self.monitor.compilations.attach()
 
+    def step_begun(self) -> None:
+        """Record that the other ranks wait for this one from now on, until `body_done`."""
+        if self.monitor is not None:
+            self.monitor.pulse.join(self.joins)
+
     def body_done(self) -> None:
         """Record the end of the step function, before the vote."""
         if self.speed is not None:
             self.speed.end()
+        if self.monitor is not None:
+            self.monitor.pulse.join(False)
 
     def committed(self, step: int, ranks: int) -> None:
         """Record that the txn was committed, by ``ranks`` ranks in all."""
@@ -96,6 +106,7 @@ class Watchers:
             self.speed.committed(step, ranks)
         self._commits += 1
         if self._commits >= _OWN_STEPS:
+            self.joins = False
             self._stop_listening()
 
     def txn_ended(self, committed: bool) -> None:
