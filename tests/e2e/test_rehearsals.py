@@ -70,14 +70,11 @@ class LateGroup:
                 member.model(batch_of(txn.batch)).square().mean().backward()
             if member.group == "1" and txn.committed:
                 self.joined.set()
-            if member.group == "0" and txn.committed:
-                self.steps += 1
-                if self.joined.is_set():
-                    member.manager.drain() if self._drains else member.manager.stop()
-
-    @property
-    def _drains(self) -> bool:
-        return "spec" in self._settings
+            self.steps += member.group == "0" and txn.committed
+            if self.joined.is_set() and "spec" in self._settings:
+                member.manager.drain()
+            elif self.joined.is_set() and member.group == "0" and txn.committed:
+                member.manager.stop()
 
     def goes_on_alone(self) -> None:
         """Wait until group 0 has committed further steps."""

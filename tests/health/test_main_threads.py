@@ -93,7 +93,7 @@ def test_joiner_is_suspected_by_the_median_of_the_others_and_not_ended() -> None
     """The others wait for it also while it compiles, or runs a loop of bytecodes."""
     for noise in (Moved, lambda at: Atomic(at, on=True)):
         detector, now = after_steps(0, config=ProgressConfig(max_s=600.0, grace_s=10.0))
-        detector.expected_s, detector.is_joiner = 0.3, True
+        detector.expected_s, detector.joiner_s = 0.3, 1.0
         detector.observe(noise(now))
         for tick in range(15):
             detector.observe(Looked(now + tick / 10))
@@ -109,16 +109,19 @@ def test_joiner_is_suspected_by_the_median_of_the_others_and_not_ended() -> None
         detector.observe(Begun(now + 41, 7))
         assert level(detector, now + 41 + 2.9) is Level.GREEN, "an alarm doubles the threshold"
         assert level(detector, now + 41 + 3.1) is Level.YELLOW
-        detector.is_joiner = False
+        detector.joiner_s = 0.0
         assert level(detector, now + 41 + 3.1) is Level.GREEN, "no other rank waits"
+        detector.joiner_s = 10.0  # its first step was not rehearsed
+        assert level(detector, now + 41 + 19.9) is Level.GREEN
+        assert level(detector, now + 41 + 20.1) is Level.YELLOW
 
 
 def test_joiner_is_not_judged_by_steps_that_it_does_not_know() -> None:
     detector, now = after_steps(0)
-    detector.is_joiner = True
+    detector.joiner_s = 1.0
     assert level(detector, now + 59.9) is Level.GREEN
     timed, now = after_steps(3, seconds=10.0)
-    timed.is_joiner, timed.expected_s = True, 0.1
+    timed.joiner_s, timed.expected_s = 1.0, 0.1
     assert level(timed, now + 49.9) is Level.GREEN, "its own steps count from here on"
 
 

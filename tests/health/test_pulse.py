@@ -65,9 +65,9 @@ def test_written_pulse_is_read_back(pulse: Pulse, clock: Clock) -> None:
     )
     with pulse.atomic:
         assert reader.read().atomic
-    for joins in (True, False):
-        pulse.join(joins)
-        assert reader.read().joins is joins
+    for least_s in (1.0, 0.0):
+        pulse.join(least_s)
+        assert reader.read().joins == least_s
     clock.now = 103.5
     pulse.end(committed=True)
     pulse.leave()

@@ -170,8 +170,8 @@ class ProgressDetector:
         self.config = config or ProgressConfig()
         self.expected_s = 0.0
         """Median time of a step on the other ranks of the job; 0 if it is unknown."""
-        self.is_joiner = False
-        """Whether other ranks wait in a first step of a process that has joined their job."""
+        self.joiner_s = 0.0
+        """Least limit for a joiner in a step for which other ranks wait; 0 for other processes."""
         self._attention = Attention(self.config.look_s)
         self._times: deque[float] = deque(maxlen=self.config.window)
         self._step: int | None = None
@@ -300,16 +300,20 @@ class ProgressDetector:
 
         Bytecodes and compilations count as standing still, because the others wait for them, too.
         """
-        if not (self.is_joiner and self.in_txn and self.expected_s) or self._is_timed:
+        if not (self.joiner_s and self.in_txn and self.expected_s) or self._is_timed:
             return -math.inf
-        return self._excess(self._worked, now, self._raised(self._base()))
+        return self._excess(self._worked, now, self._joiners_limit)
+
+    @property
+    def _joiners_limit(self) -> float:
+        return self._raised(max(self.joiner_s, self._base()))
 
     def _is_late(self, now: float) -> str:
         seconds = self._worked.seconds(now, self._attention)
         return (
             f"no progress was marked for {seconds:.2f} s {self._place()} by a process that joins "
-            f"(threshold {self._raised(self._base()):.2f} s, from {self.config.factor:g} × the "
-            f"median {self.expected_s:.2g} s of the other ranks)"
+            f"(threshold {self._joiners_limit:.2f} s, from {self.config.factor:g} × the median "
+            f"{self.expected_s:.2g} s of the other ranks)"
         )
 
     def _stands_still(self, now: float) -> str:
@@ -417,7 +421,7 @@ class Reading:
         in_txn: Whether a txn is open.
         waiting: Whether the main thread waits for a peer.
         atomic: Whether it is in an atomic section.
-        joins: Whether other ranks wait in a first step of this process.
+        joins: Least limit if other ranks wait in a first step of this process, else 0.
         left: Whether the process has marked that it ends on purpose.
     """
 
@@ -433,7 +437,7 @@ class Reading:
     in_txn: bool = False
     waiting: bool = False
     atomic: bool = False
-    joins: bool = False
+    joins: float = 0.0
     left: bool = False
 
 
@@ -503,11 +507,11 @@ class Pulse:
             self._times[_TOOK] = now - self._times[_BEGUN]
             self._counts[_COMMITS] += 1
 
-    def join(self, joins: bool) -> None:
-        """Record whether other ranks wait in a first step of this process."""
-        if self._counts[_JOINS] != joins:
+    def join(self, least_s: float) -> None:
+        """Record the least limit if other ranks wait in a first step of this process, else 0."""
+        if self._times[_JOINS] != least_s:
             self.ping()
-            self._counts[_JOINS] = joins
+            self._times[_JOINS] = least_s
 
     def leave(self) -> None:
         """Record that this process ends on purpose, so its end is not a fault."""
@@ -584,7 +588,7 @@ class PulseReader:
             in_txn=counts[_OPEN] > 0,
             waiting=counts[_WAITING] > 0,
             atomic=counts[_ATOMIC] > 0,
-            joins=counts[_JOINS] > 0,
+            joins=times[_JOINS],
             left=counts[_LEFT] > 0,
         )
 
@@ -697,7 +701,7 @@ class Monitor:
         self._progress.observe(Looked(event.at, event.starved))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
-        self._progress.is_joiner = event.reading.joins  # after the events that end its delay
+        self._progress.joiner_s = event.reading.joins  # after the events that end its delay
         if event.busy:
             self._progress.observe(Moved(event.at))
         if event.stopped != self._stopped:

@@ -361,8 +361,9 @@ def join(parts: Parts) -> Engine:
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
     parts.watch()
-    cannot_rehearse = settings.is_replacement or not parts.txn.by_fft
-    watchers.joins |= cannot_rehearse and job.bus.read(HEAD) is not None
+    if parts.paradigm.steps_together and job.bus.read(HEAD) is not None:
+        # a step that cannot be rehearsed is begun again after the rank was left out
+        watchers.join(is_warm=settings.is_replacement or not parts.txn.by_fft)
     atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,

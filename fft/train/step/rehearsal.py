@@ -70,7 +70,8 @@ def rehearsed(
     A failure is logged only, because it may be due to the weights, which are not the job's yet.
     """
     # a shard is read once, and the group of a replacement is in the job already
-    if isinstance(source, ShardedSource) or rank.settings.is_replacement:
+    needs_state = rank.settings.is_replacement or rank.settings.config.learners == "never"
+    if needs_state or isinstance(source, ShardedSource):
         return
     if rank.job.engine is not None or (head := _running_job(rank)) is None:
         return
@@ -106,7 +107,8 @@ def rehearsed(
         torchft.step, torchft.participating_replica_world_size = before
     seconds = time.monotonic() - began
     if failure is None:
-        rank.watchers.joins = state.paradigm.steps_together
+        if state.paradigm.steps_together:
+            rank.watchers.join(is_warm=True)
         logger.info("rehearsed a step in %.2f s; this process now joins the job", seconds)
     else:
         text = "the step that was rehearsed before joining has failed: %s; this process joins"
