@@ -20,10 +20,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from transitions import EventData, Machine
+from transitions import EventData, Machine, Transition
 
 from fft.protocol.spec import MachineSpec, Part, Row, without_not
 
@@ -59,12 +58,32 @@ class Turn:
 Verdict = Literal["row", "ignore", "defer", "refuse"]
 
 
+class _RowTransition(Transition):
+    """A row in the library's table. It has no callbacks besides its guards."""
+
+    def __init__(self, *args: Any, row: Row) -> None:
+        super().__init__(*args)
+        self.row = row
+
+    def execute(self, event_data: EventData) -> bool:
+        """Take the row if its guards hold."""
+        turn = cast(Turn, event_data.model)
+        if not turn.allows(self.row):
+            return False
+        turn.row, turn.state = self.row, self.row.to or turn.state
+        return True
+
+
+class _RowMachine(Machine):
+    transition_cls = _RowTransition
+
+
 class Table:
     """The transition table of a spec; the library's machine finds the rows."""
 
     def __init__(self, spec: MachineSpec) -> None:
         self.spec = spec
-        self._machine = Machine(
+        self._machine = _RowMachine(
             model=None,
             states=list(spec.leaves),
             initial=spec.initial,
@@ -83,18 +102,12 @@ class Table:
     def _add(self, state: str, event: str, rows: list[Row]) -> None:
         self._rows.add((state, event))
         for row in rows:
-            self._machine.add_transition(
-                trigger=event,
-                source=state,
-                dest=row.to,
-                conditions=[partial(_ask, name) for name in row.guard],
-                before=partial(_take, row),
-            )
+            self._machine.add_transition(event, state, row.to, row=row)
 
     def _listed(self, state: str, event: str) -> tuple[Row, ...]:
         """Return the rows of the library's table, in its order."""
         found = self._machine.events[event].transitions[state]
-        return tuple(cast("partial[None]", t.before[0]).args[0] for t in found)
+        return tuple(cast(_RowTransition, each).row for each in found)
 
     def verdict(self, state: str, event: str) -> tuple[Verdict, str]:
         """Return how the state treats the event, and the reason unless it has rows for it."""
@@ -134,12 +147,3 @@ class LookupTable(Table):
                 turn.row, turn.state = row, row.to or turn.state
                 break
         return turn
-
-
-def _ask(name: str, event: EventData) -> bool:
-    return cast(Turn, event.model).ask(name)
-
-
-def _take(row: Row, event: EventData) -> None:
-    turn = cast(Turn, event.model)
-    turn.row = row
