@@ -8,13 +8,14 @@ they can have. Only matching sockets are shut down; a listening socket never mat
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
 import os
 import socket
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 _FD_DIR = "/proc/self/fd"
 _TASK_DIR = "/proc/self/task"
+_PR_SET_NAME, _PR_GET_NAME = 15, 16
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _UNTOUCHED = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
 """Socket type with which Python does not change the descriptor's flags.
@@ -170,6 +172,18 @@ def lose_connections(url: str) -> int:
     found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     peers = frozenset(plain for *_, address in found if (plain := _plain(address)) is not None)
     return len(shut_down(frozenset(), peers, writing=True))
+
+
+@contextmanager
+def thread_name(name: str) -> Iterator[None]:
+    """Give this thread the kernel's name `name`, which the threads that it starts inherit."""
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(16)
+    libc.prctl(_PR_GET_NAME, before)
+    libc.prctl(_PR_SET_NAME, name.encode())
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_NAME, before)
 
 
 def _threads(name: str) -> Iterator[tuple[str, dict[str, str]]]:
