@@ -2,22 +2,24 @@
 
 A rollback also restores their settings. FSDP2 keeps them in objects of its own, one next to the
 other with the progress of an iteration, and each release adds some. So everything in these objects
-is captured while they are idle, except data (tensors, events, streams).
+is captured while they are idle, except the parameters themselves. Containers are restored with
+their contents; a tensor or an object that is no container is restored by reference.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fft.train.guard.torch_adapter import (
+    OWN_TENSORS,
     drop_gathered_gradients,
     fsdp_groups,
     fsdp_state,
@@ -25,8 +27,7 @@ from fft.train.guard.torch_adapter import (
 )
 
 _PLAIN = (bool, int, float, str, type(None))
-_CONTAINERS = frozenset((list, set, dict))
-_DATA = (torch.Tensor, torch.Event, torch.Stream)
+_CONTAINERS = (list, set, dict, deque)
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 """The package whose objects hold the settings."""
 
@@ -79,7 +80,7 @@ def reshard(models: Sequence[nn.Module]) -> None:
 
 
 class FsdpSettings:
-    """Everything in the objects of FSDP2 except data, of some models, which are idle now."""
+    """Everything in the objects of FSDP2 except parameters, of some models, which are idle now."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -96,10 +97,21 @@ class FsdpSettings:
         return [partial(_restore, thing, *_copied(thing)) for thing in self._objects]
 
 
-def _copied(thing: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return the attributes, and pairs of a container among these and its content."""
+def _copied(thing: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """Return the attributes, and pairs of a container among or in these and its content."""
     before = vars(thing).copy()
-    return before, [(v, v.copy()) for v in before.values() if type(v) in _CONTAINERS]
+    for name in OWN_TENSORS:
+        before.pop(name, None)
+    return before, [*_contents(before.values())]
+
+
+def _contents(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for value in values:
+        if isinstance(value, _CONTAINERS):
+            yield value, value.copy()
+            yield from _contents(value.values() if isinstance(value, dict) else value)
+        elif type(value) is tuple:
+            yield from _contents(value)
 
 
 def _objects(states: Iterable[Any]) -> Iterator[Any]:
@@ -112,31 +124,24 @@ def _objects(states: Iterable[Any]) -> Iterator[Any]:
         seen.add(id(thing))
         yield thing
         for value in () if isinstance(thing, FSDPParam) else vars(thing).values():
+            values = value.values() if isinstance(value, dict) else value
             found += [
                 each
-                for each in (value if isinstance(value, list | tuple) else [value])
-                if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
+                for each in (values if isinstance(value, (*_CONTAINERS, tuple)) else [value])
+                if type(each).__module__.startswith(_FSDP2)
+                and not isinstance(each, Enum | type | nn.Module)
+                if hasattr(each, "__dict__")
             ]
 
 
-def _is_data(value: Any) -> bool:
-    if isinstance(value, list | tuple | set):
-        return any(map(_is_data, value))
-    if isinstance(value, dict):
-        return any(map(_is_data, value.values()))
-    return isinstance(value, _DATA)
-
-
-def _restore(thing: Any, before: dict[str, Any], contents: list[Any]) -> None:
+def _restore(thing: Any, before: dict[str, Any], contents: list[tuple[Any, Any]]) -> None:
     now = vars(thing)
-    for name in [n for n, value in now.items() if not _is_data(value)]:
+    for name in now.keys() - before.keys() - OWN_TENSORS:
         del now[name]
-    now.update({n: v for n, v in before.items() if n not in now and not _is_data(v)})
+    now.update(before)
     for container, content in contents:
-        if _is_data(content):
-            continue
         container.clear()
-        getattr(container, "extend" if isinstance(container, list) else "update")(content)
+        getattr(container, "extend" if isinstance(container, list | deque) else "update")(content)
 
 
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
