@@ -8,12 +8,14 @@ their contents; a tensor or an object that is no container is restored by refere
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -147,29 +149,64 @@ def _restore(thing: Any, before: dict[str, Any], contents: list[tuple[Any, Any]]
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the plain values in the objects of an FSDP2 module; empty for other modules.
 
-    Hooks, meshes and communication objects are not plain. The numbers of single parameters depend
-    on the rank, so only their switches are returned.
+    The numbers of single parameters depend on the rank, so only their switches are returned.
+    `unsent_settings_of` yields all other values.
     """
-    if not isinstance(module, FSDPModule):
-        return []
     things = _things(module)
-    return [{n: v for n, v in vars(t).items() if isinstance(v, kinds)} for t, kinds in things]
+    return [{n: v for n, v in vars(t).items() if _is_plain(v, kinds)} for t, kinds in things]
+
+
+def unsent_settings_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the values in the objects of an FSDP2 module that `settings_of` omits, by attribute.
+
+    Tensors of single parameters are omitted, because they hold the parameters.
+    """
+    found: dict[str, list[Any]] = {}
+    for thing, kinds in _things(module):
+        for name, value in vars(thing).items():
+            if _is_plain(value, kinds):
+                continue
+            for each in _leaves(value):
+                if not (isinstance(thing, FSDPParam) and isinstance(each, torch.Tensor)):
+                    found.setdefault(f"{type(thing).__name__}.{name}", []).append(each)
+    return found
 
 
 def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the result of `settings_of`, where the values here are plain, too.
+    """Load the result of `settings_of`, where the values here are plain or absent, too.
 
     A list that FFT 0.1 has saved is shorter, and has fewer values.
     """
-    if not isinstance(module, FSDPModule):
-        return
     for (thing, kinds), values in zip(_things(module), settings or (), strict=False):
         mine = vars(thing)
-        mine.update({n: v for n, v in values.items() if isinstance(mine.get(n, thing), kinds)})
+        fitting = {n: v for n, v in values.items() if n not in mine or _is_plain(mine[n], kinds)}
+        mine.update(copy.deepcopy(fitting))
 
 
-def _things(module: FSDPModule) -> list[tuple[Any, tuple[type, ...]]]:
+def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
+    if kinds is _PLAIN and type(value) in (list, tuple):
+        return all(_is_plain(each, kinds) for each in value)
+    if kinds is _PLAIN and type(value) is dict:
+        return all(isinstance(k, str) and _is_plain(v, kinds) for k, v in value.items())
+    return isinstance(value, kinds)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what a value holds in its containers, or the value itself.
+
+    Progress of FSDP2 is in named tuples, which are not entered.
+    """
+    if isinstance(value, _CONTAINERS) or type(value) in (tuple, torch.Size):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _things(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
     """Return the objects with the settings of an FSDP2 module, and the types of these."""
+    if not isinstance(module, FSDPModule):
+        return []
     state = fsdp_state(module)
     groups = fsdp_groups(state)
     return [
