@@ -193,6 +193,20 @@ def test_rollback_restores_a_setting_of_any_kind(mesh: DeviceMesh, kind: str, of
         assert settings(model) == before and thing.something is first
 
 
+def test_parameters_moved_in_a_step_are_those_of_the_next_forward(mesh: DeviceMesh) -> None:
+    """``model.to()`` in a step gives the parameters other memory, which a rollback keeps."""
+    model = sharded(mesh)
+    state = StepState([model], [])
+    state.capture()
+    model._apply(torch.clone)
+    model(torch.ones(2, 4)).sum().backward()
+    state.restore()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(torch.ones(2, 4)).any()
+
+
 def test_event_of_the_optimizer_is_set_again_for_the_replay(mesh: DeviceMesh) -> None:
     """The forward takes the event that ``set_post_optim_event`` has set before the step."""
     model = sharded(mesh)
