@@ -193,6 +193,19 @@ def test_rollback_restores_a_setting_of_any_kind(mesh: DeviceMesh, kind: str, of
         assert settings(model) == before and thing.something is first
 
 
+def test_rollback_restores_settings_of_a_module_sharded_during_the_job(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4))
+    state = StepState([model], [])
+    state.capture()
+    fully_shard(model[1], mesh=mesh)
+    state.capture()
+    group = fsdp_groups(fsdp_state(model[1]))[0]
+    before = vars(group).copy()
+    model[1].set_unshard_in_backward(False)
+    state.restore()
+    assert group.unshard_in_backward and vars(group) == before
+
+
 def test_parameters_moved_in_a_step_are_those_of_the_next_forward(mesh: DeviceMesh) -> None:
     """``model.to()`` in a step gives the parameters other memory, which a rollback keeps."""
     model = sharded(mesh)
