@@ -6,10 +6,13 @@ import ast
 import dis
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +182,10 @@ def test_table_of_private_names_is_complete() -> None:
         ("torch", "2.16.0", False, "torch 2.16.0 was not tried with this FFT, only the releases"),
         ("torch", "2.12.0a0+1f2e3d4c5b.nv26.04", False, "was not tried"),
         ("torch", "2.15.0.dev20261001", False, "was not tried"),
+        ("torch", "2.15.0rc3", False, "was not tried"),
+        ("torch", "2.14.0+git1f2e3d4", False, "was not tried"),
+        ("torch", "2.12.0+nv26.04", False, "was not tried"),
+        ("torch", "3.0.0", False, "was not tried"),
         ("torchft", "2026.10.26", False, "torchft 2026.10.26 was not tried"),
         ("Python", "3.10.13", True, "Python 3.10.13 is too old"),
         ("torch", "2.13.0+cpu", None, None),
@@ -237,3 +244,64 @@ def test_doctor_shows_versions_and_missing_features(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1
     assert "torch 2.9.0 is too old" in result.output
     assert "torchft is not installed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("number", "works", "text"),
+    [
+        ("2.17.0", True, "torch 2.17.0 was not tried with this FFT, only the releases 2.11 to"),
+        ("2.10.1", False, "torch 2.10.1 is too old, FFT needs 2.11 or newer"),
+    ],
+)
+def test_import_and_doctor_of_a_process_agree_on_its_torch(
+    tmp_path: Path, number: str, works: bool, text: str
+) -> None:
+    about = tmp_path / f"torch-{number}.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {number}\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    run = partial(
+        subprocess.run, env={**os.environ, **path}, capture_output=True, text=True, timeout=120
+    )
+    shown = run([sys.executable, "-m", "fft.cli", "doctor"])
+    assert shown.returncode == (not works) and f"torch    {number} " in shown.stdout
+    assert text in shown.stdout
+    done = run([sys.executable, "-c", "import fft; fft.ManagerFFT; fft.CursorLoader"])
+    assert done.returncode == (not works)
+    assert done.stderr.count(text) == 1
+
+
+def test_torchft_nightly_counts_as_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package == "torchft-nightly":
+            return "2026.10.26"
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(versions, "version", version)
+    assert versions.found("torchft") == "2026.10.26"
+    assert versions.found("torch") is None
+
+
+def test_missing_torchft_names_what_python_3_14_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    fails, text = versions.trouble("torchft", None) or (False, "")
+    assert fails and "no wheel for Python 3.14" in text
+
+
+def test_doctor_names_what_the_machine_and_each_extra_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, works = versions.doctor()
+    there = os.path.exists("/proc/driver/nvidia/version")
+    assert works and ("lacks    an NVIDIA GPU: process groups use gloo" in lines) is not there
+    wanted = ["pip", "no-such-a; extra == 'hf'", 'no-such-b>=1 ; extra == "hf"', "pytest"]
+    wanted += ["no-such-c; extra == 'dev'", "pytest>=8; extra == 'ray'", "no-such-d"]
+    monkeypatch.setattr(versions, "requires", lambda _: wanted)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia/version")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    lines, works = versions.doctor()
+    assert [line for line in lines if line.startswith("lacks")] == [
+        "lacks    Linux with pidfd_open (5.3), which FFT needs",
+        "lacks    no-such-a, no-such-b: pip install 'fft-torch[hf]'",
+    ]
+    assert not works
