@@ -276,6 +276,23 @@ def test_setting_of_an_unknown_setter_is_loaded_by_another_process(
     assert its.export()["flags"] == sent["flags"]
 
 
+def test_loaded_settings_are_copies_and_replace_no_objects(mesh: DeviceMesh) -> None:
+    """An object here, such as an event, is not replaced by the None or the value from there."""
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    event = torch.Event(device="cpu")
+    joiner.set_post_optim_event(event)
+    things_of(donor)["group"].something = [1]
+    things_of(donor)["parameter"].offload_to_cpu = True
+    sent = copy.deepcopy(state.export())
+    its.load(sent)
+    assert things_of(joiner)["context"].post_optim_event is event
+    assert things_of(joiner)["parameter"].offload_to_cpu, "a switch of a parameter"
+    things_of(joiner)["group"].something.append(2)
+    its.load(sent)
+    assert things_of(joiner)["group"].something == [1]
+
+
 @pytest.mark.parametrize("of", ["state", "context", "group", "parameter"])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_setting_that_cannot_be_sent_is_refused_by_place(
