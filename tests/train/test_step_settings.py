@@ -96,7 +96,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "event": lambda: torch.Event(device="cpu"),
     "nothing": lambda: None,
 }
-"""What a made-up setter sets: a new value with each call."""
+"""Makers of the values that a made-up setter sets."""
 
 
 def change_contents(value: Any) -> None:
