@@ -152,7 +152,7 @@ class Tally:
 
     @cached_property
     def commit(self) -> Commit:
-        """What a commit of these votes leads to, whether or not they match."""
+        """The result of a commit of these votes, whether or not they match."""
         skip = any(content.skip for content in self.voters)
         leaving = frozenset(
             peer.group
