@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.checkpoints.copies import HeldCopies
+from fft.checkpoints.peers import CopiesServer
 from fft.checkpoints.plan import Checkpointing, MemoryPlan, memory_interval
 from fft.errors import ConfigError
 from fft.launch.exit_status import ExitStatus
@@ -100,6 +101,8 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions, SplitGroup):
     """Copies of the state in memory: ``auto``, ``off``, or the number of steps between two."""
     copies: MemoryPlan | None = None
     """Where and when these copies are made; None if there are none."""
+    copies_server: CopiesServer | None = None
+    """Serves the copies of this host to the others, in a job that may have some."""
     resume: bool = False
     """Begin with the newest state, of a checkpoint or a copy in memory."""
     auto_resume: bool = True

@@ -23,8 +23,8 @@ from typing import Any
 
 from fft.checkpoints.copies import deliver, keep_newest
 from fft.checkpoints.files import Checkpoints, Origin, attempt_name
+from fft.checkpoints.peers import copy_store
 from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
-from fft.checkpoints.stores import LocalStore
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
@@ -95,7 +95,7 @@ class MemoryCopies(CheckpointHooks):
         self._plan, self._rank, self._job = plan, rank, rank.job
         self._durable = durable
         self._hooks = durable or CheckpointHooks()
-        self._store = LocalStore(plan.place)
+        self._store = copy_store(plan.place, rank.settings.token)
         self._place = rank.job.peer.group, rank.job.peer.rank
         self._copies = Copies(rank.state)
         self._threads = WorkerPool()
@@ -115,7 +115,7 @@ class MemoryCopies(CheckpointHooks):
         self._loader: CheckpointLoader | None = None
         """Resumes from a copy in a job without durable checkpoints; else ``durable`` does."""
         if plan.resume is not None and durable is None:
-            given = Checkpointing(plan.place, resume=plan.resume)
+            given = Checkpointing(plan.place, resume=plan.resume, source=str(plan.place))
             self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
 
     def resume(self) -> None:
@@ -244,12 +244,14 @@ class MemoryCopies(CheckpointHooks):
             files = write_rank(self._store, directory, self._place, snapshot.data, snapshot.tensors)
             snapshot.await_confirmation()
             scopes = {self._rank.scope.name: attempt.at}
-            deliver(self._store, directory, attempt.manifest(scopes, attempt.groups, files), rank)
+            part = attempt.manifest(scopes, attempt.groups, files)
             told: dict[str, Any] = {"step": record.step, "bytes": sum(f.size for f in files)}
-            told["place"] = self._store.url
+            told |= {"place": self._store.url, "attempt": attempt.named.name}
+            told["files"] = {file.name: file.sha256 for file in files}
             told["copy_ms"] = round(snapshot.copy_s * 1e3, 3)
             told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
-            self._job.note("memory_copy", told)
+            self._job.note("memory_copy", told)  # before it counts, so that an audit knows it
+            deliver(self._store, directory, part, rank)
         except (OSError, FftError, RuntimeError) as error:
             self._failed(record.step, error)
         finally:

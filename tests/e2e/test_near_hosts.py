@@ -1,0 +1,155 @@
+"""Tests of copies in memory in jobs of two hosts, all of whose processes end.
+
+Either each host has a group, or both groups span both hosts. The criteria are those of
+test_near_state.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+from forked_run import FftRun, run_command
+from namespaces import Host, hosts_of_one_network, needs_namespaces
+from network_worker import run
+from test_durable import LIMIT_S, STEPS, ends, folders, run_undisturbed
+from test_durable import arguments as durable_arguments
+from test_near_state import has_copies, judge
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from fft.cli import app
+from fft.trace.audit import read_lines
+
+pytestmark = [pytest.mark.multiprocess, needs_namespaces]
+SHAPES = {
+    "groups": [{"groups": 1, "first-group": 0}, {"groups": 1, "first-group": 1}],
+    "parts": [{"ranks-per-host": 1}, {"ranks-per-host": 1}],
+}
+
+
+class Agent(FftRun):
+    """`fft run` on a host."""
+
+    def __init__(self, host: Host, *arguments: str, folder: Path, env: dict[str, str]) -> None:
+        made = Path(tempfile.mkdtemp(prefix="said-", dir=folder))
+        self._out, self._err = made / "stdout", made / "stderr"
+        self._out.touch(), self._err.touch()
+        files = str(self._out), str(self._err)
+        Forked.__init__(self, _on_host, host, os.getcwd(), files, arguments, False, env=env)
+
+
+def _on_host(host: Host, *arguments: Any) -> None:
+    host.enter()
+    run_command(*arguments)
+
+
+class HostsJob:
+    """A job of two hosts; host 0 serves the bus."""
+
+    def __init__(self, root: Path, hosts: list[Host], shape: str, **options: object) -> None:
+        self.root, self.hosts, self.shape, self._options = root, hosts, SHAPES[shape], options
+        token, log = root / "token", root / "bus.log"
+        serving = ["serve", "--host", "10.77.0.1", "--token-file", str(token), "--no-lighthouse"]
+        self.server = Forked(run, hosts[0], *serving, log=log)
+        wait_until(lambda: "FFT_BUS=" in log.read_text(), "the bus is served", LIMIT_S)
+        url = re.findall(r"FFT_BUS=(\S+)", log.read_text())[0]
+        self._env = {"FFT_BUS": url, "FFT_TOKEN_FILE": str(token)}
+        self.agents: dict[int, Agent] = {}
+
+    def start(self, *numbers: int) -> None:
+        """Start `fft run` on these hosts, always by the same commands."""
+        given: dict[str, object] = {"all-groups": 2, "memory": 1, "checkpoint": None, "every": None}
+        for number in numbers or (1, 2):
+            options = given | self.shape[number - 1] | self._options
+            command = durable_arguments(self.root, STEPS, self.root / "out", 0.1, **options)
+            command.insert(1, "--join")
+            self.agents[number] = Agent(
+                self.hosts[number], *command, folder=self.root, env=self._env
+            )
+
+    def end(self, *numbers: int) -> None:
+        """Kill all processes of these hosts."""
+        for number in numbers or (1, 2):
+            while pids := _pids(self.hosts[number]):
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            if number in self.agents:
+                self.agents[number].end()
+
+    def waits(self) -> None:
+        """Wait for the successful end of the job."""
+        for agent in self.agents.values():
+            assert agent.wait(LIMIT_S) == 0, self.tail()
+
+    def tail(self) -> str:
+        """Return what all of its `fft run` have printed."""
+        return "\n".join(agent.tail() for agent in self.agents.values())
+
+    def sources(self) -> dict[str, tuple[str, int]]:
+        """Return for each rank of the newest start where its state is from: the tier, and the
+        number of other hosts."""
+        notes = read_lines(folders(self.root)[-1], lambda line: line.get("note") == "resumed")
+        return {
+            f"{line['group']}/{line['rank']}": (line["data"]["tier"], len(line["data"]["from"]))
+            for line in notes
+        }
+
+
+def _pids(host: Host) -> list[int]:
+    command = ["ip", "netns", "pids", host.space]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+@contextmanager
+def hosts_job(root: Path, shape: str, **options: object) -> Iterator[HostsJob]:
+    """A job that is started, and ended when the block is left."""
+    with hosts_of_one_network(root, 3) as hosts:
+        job = HostsJob(root, hosts, shape, **options)
+        try:
+            job.start()
+            yield job
+        finally:
+            job.end()
+            job.server.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """The final states of a run on one host, without kills."""
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_same_commands_resume_from_the_memory_of_the_hosts(
+    shape: str, is_lost: bool, undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    """All processes are killed, those of `fft run` as well; then one host may lose its memory."""
+    with hosts_job(tmp_path, shape) as job:
+        wait_until(lambda: has_copies(tmp_path, 3), "some copies", LIMIT_S)
+        job.end()
+        if is_lost:
+            job.hosts[1].forget()
+        job.start()
+        job.waits()
+        assert sorted(job.sources().values()) == (
+            [("memory", 0)] * 2 + [("peer", 1)] * 2 if is_lost else [("memory", 0)] * 4
+        )
+        lacks = "has no buffers and random states of group" in job.tail()
+        assert lacks == is_lost
+        report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
+        assert ("(2 ranks from other hosts: 10.77.0." in report) == is_lost, report
+    judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2)

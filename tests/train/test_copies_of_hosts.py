@@ -1,0 +1,176 @@
+"""Tests of copies in memory on several hosts: their exchange, and the agreement on one of them.
+
+Each host is a folder with a server and a thread; the bus is in memory.
+"""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from test_memory_copies import GROUPS, RANKS, part
+
+from fft.bus import ErrorBus, open_bus
+from fft.bus.base import HEAD
+from fft.bus.token import JobToken
+from fft.checkpoints.copies import Choice, CopiesOfHost, HeldCopies, chosen, directory_of
+from fft.checkpoints.files import Checkpoints, Manifest, file_stem, partial_name
+from fft.checkpoints.peers import CopiesServer, CopyStore, PeerCopies, key_of
+from fft.errors import FftError
+from fft.launch import memory
+from fft.launch.memory import Agreement, agreed
+
+KEY = key_of(JobToken.fresh())
+
+
+@contextmanager
+def served(*roots: Path) -> Iterator[list[CopiesServer]]:
+    """Serve these folders, as `fft run` of each host does."""
+    with ExitStack() as undo:
+        servers = []
+        for root in roots:
+            root.mkdir(exist_ok=True)
+            servers.append(CopiesServer("127.0.0.1", HeldCopies(root), KEY))
+            undo.callback(servers[-1].close)
+        yield servers
+    assert not [thread for thread in threading.enumerate() if thread.name == "fft-copies"]
+
+
+def one_group_each(root: Path, *steps: int) -> list[Path]:
+    """Return the folders of two hosts, each with the copies of one group."""
+    hosts = [root / "host0", root / "host1"]
+    for step in steps:
+        for group, host in zip(GROUPS, hosts, strict=True):
+            for rank in range(RANKS):
+                part(host, step, group, rank)
+    return hosts
+
+
+def agree(bus: ErrorBus, servers: Sequence[CopiesServer], parts: int = 2) -> list[Agreement | None]:
+    """Let all hosts agree, each on a thread."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        work = partial(agreed, bus, parts=(1, parts), choose=choose)
+        return list(pool.map(work, servers))
+
+
+def choose(hosts: Sequence[CopiesOfHost]) -> tuple[Choice | None, list[str]]:
+    return chosen(hosts)
+
+
+@pytest.fixture
+def bus() -> Iterator[ErrorBus]:
+    with closing(open_bus(f"memory://copies-{secrets.token_hex(4)}")) as made:
+        yield made
+
+
+def files_of(root: Path, manifest: Manifest, group: str, rank: int) -> list[bytes]:
+    """Read the files of a rank as the rank does: with digests, and from other hosts."""
+    store = CopyStore(root, KEY)
+    found = Checkpoints(store).manifest(manifest.step)
+    paths = [f"{directory_of(found)}/{f.name}" for f in found.files_of(group, rank).values()]
+    assert [store.digest(path) for path in paths] == [
+        file.sha256 for file in found.files_of(group, rank).values()
+    ]
+    return [store.read(path) for path in sorted(paths)]
+
+
+def test_hosts_agree_on_one_copy_and_read_each_others_files(bus: ErrorBus, tmp_path: Path) -> None:
+    hosts = one_group_each(tmp_path, 4, 6)
+    part(hosts[1], 8, "1", 0)  # the job ended in the midst of this copy
+    with served(*hosts) as servers:
+        first, second = agree(bus, servers)
+        assert first is not None and first == second and first.choice is not None
+        manifest = first.choice.manifest
+        assert (manifest.step, manifest.groups, first.problems) == (6, GROUPS, ())
+        for host in hosts:
+            for group in GROUPS:
+                expected = [f"6 {group} 1".encode(), bytes([6, 1]) * 500]
+                assert files_of(host, manifest, group, 1) == expected
+
+
+def test_host_that_has_lost_its_memory_reads_the_files_of_another(
+    bus: ErrorBus, tmp_path: Path
+) -> None:
+    hosts = one_group_each(tmp_path, 6)
+    with served(tmp_path / "empty", hosts[1]) as servers:
+        found = agree(bus, servers)
+        assert found[0] == found[1] and found[0] is not None and found[0].choice is not None
+        manifest = found[0].choice.manifest
+        assert (manifest.writer, manifest.groups) == ("1", ("1",))
+        read = files_of(tmp_path / "empty", manifest, "1", 0)
+        assert read == [b"6 1 0", bytes([6, 0]) * 500]
+
+
+def test_start_without_a_host_begins_after_some_time(
+    bus: ErrorBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_COME_S", 0.3)
+    hosts = one_group_each(tmp_path, 6)
+    with served(hosts[1]) as servers:
+        (found,) = agree(bus, servers)
+        assert found is not None and found.choice is not None
+        assert found.choice.manifest.groups == ("1",)
+    with served(hosts[0]) as servers:  # too late: the others have decided, and have gone
+        with pytest.raises(FftError, match="Start the same commands again"):
+            agree(bus, servers)
+        bus.write(HEAD, b"?")
+    with served(tmp_path / "joiner") as servers:
+        bus.delete(memory._BEGIN)
+        assert agree(bus, servers) == [None], "the job is running"
+
+
+@pytest.mark.parametrize("suffix", ["part", "json", "safetensors"])
+def test_damaged_copy_is_left_for_that_of_another_host(
+    suffix: str, bus: ErrorBus, tmp_path: Path
+) -> None:
+    hosts = one_group_each(tmp_path, 6)
+    path = hosts[0] / partial_name(6, "a6") / f"{file_stem('0', 1)}.{suffix}"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with served(*hosts) as servers:
+        found = agree(bus, servers)[0]
+        assert found is not None and found.choice is not None
+        assert found.choice.manifest.groups == ("1",)
+        assert len(found.problems) == 1 and f"{path.parent.name}/{path.stem}" in found.problems[0]
+        for host in hosts:
+            read = files_of(host, found.choice.manifest, "1", 1)
+            assert read == [b"6 1 1", bytes([6, 1]) * 500]
+
+
+def test_file_that_changes_after_the_agreement_is_not_used(bus: ErrorBus, tmp_path: Path) -> None:
+    hosts = one_group_each(tmp_path, 6)
+    with served(tmp_path / "empty", hosts[1]) as servers:
+        found = agree(bus, servers)[0]
+        assert found is not None and found.choice is not None
+        path = hosts[1] / partial_name(6, "a6") / f"{file_stem('1', 0)}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        with pytest.raises(OSError, match=f"{path.name}: its SHA-256 is not that of its copy"):
+            files_of(tmp_path / "empty", found.choice.manifest, "1", 0)
+        assert not list((tmp_path / "empty").rglob("*.safetensors*")), "nothing of it stays"
+
+
+def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
+    (host, _) = one_group_each(tmp_path, 6)
+    name = f"{partial_name(6, 'a6')}/{file_stem('0', 0)}.json"
+    with served(host) as (server,):
+        for path in ("listing", f"checked/{partial_name(6, 'a6')}", name):
+            with pytest.raises(OSError, match="use one FFT_TOKEN_FILE on all hosts"):
+                PeerCopies(server.url, b"other").text(path)
+            connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
+            connection.request("GET", f"/{path}")
+            assert connection.getresponse().status == 403
+            connection.close()
+        peer = PeerCopies(server.url, KEY)
+        assert peer.listing().parts.keys() == {partial_name(6, "a6")}
+        for path in ("../../etc/passwd", f"{partial_name(6, 'a6')}/../x", "manifest.json"):
+            with pytest.raises(OSError, match="it is not there any more"):
+                peer.text(path)
