@@ -91,8 +91,12 @@ def keep_newest(root: Path, group: str, rank: int, below: int) -> None:
         root: The folder of the copies.
         below: Step of the copy that begins; its own directory is not touched.
     """
-    stem = file_stem(group, rank)
-    own = [(step, path) for path in root.glob("step-*") if (step := _step(path.name)) != below]
+    keep_newest_of(root, file_stem(group, rank), below)
+
+
+def keep_newest_of(root: Path, stem: str, below: int) -> None:
+    """See `keep_newest`."""
+    own = [(step, path) for path in root.glob("step-*") if (step := step_of(path.name)) != below]
     whole = [step for step, path in own if (path / f"{stem}{PART}").exists() and step < below]
     for step, path in own:
         if step == max(whole, default=None):
@@ -103,7 +107,8 @@ def keep_newest(root: Path, group: str, rank: int, below: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _step(name: str) -> int:
+def step_of(name: str) -> int:
+    """Return the step of the copy in a directory."""
     return int(name.partition(PARTIAL)[0].removeprefix("step-"))
 
 
@@ -116,7 +121,7 @@ class HeldCopies:
 
     def steps(self) -> list[int]:
         """Return the steps of which at least one rank has a complete copy."""
-        return sorted({_step(path.parent.name) for path in self.root.glob(f"step-*/*{PART}")})
+        return sorted({step_of(path.parent.name) for path in self.root.glob(f"step-*/*{PART}")})
 
     def listing(self) -> Listing:
         """See `CopiesOfHost.listing`."""
@@ -208,8 +213,8 @@ def chosen(
         for listing in listings:
             problems += listing.problems
         names = {name for listing in listings for name in listing.parts}
-        for name in sorted(names, key=_step, reverse=True):
-            if below is not None and _step(name) >= below:
+        for name in sorted(names, key=step_of, reverse=True):
+            if below is not None and step_of(name) >= below:
                 continue
             there = [number for number, each in enumerate(listings) if name in each.parts]
             parts = [part for number in there for part in listings[number].parts[name].values()]

@@ -15,20 +15,27 @@ import json
 import logging
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fft.bus import ErrorBus
+from fft.bus import ErrorBus, open_job_bus
 from fft.bus.addresses import own_address
 from fft.bus.base import HEAD
 from fft.bus.token import JobToken
 from fft.checkpoints.copies import Choice, CopiesOfHost, HeldCopies
 from fft.checkpoints.files import Strict
-from fft.checkpoints.peers import HOSTS, CopiesServer, HostEntry, PeerCopies, hosts_of, key_of
+from fft.checkpoints.peers import (
+    HOSTS,
+    CopiesServer,
+    HostEntry,
+    PeerCopies,
+    hosts_of,
+    key_of,
+    place_of,
+)
 from fft.checkpoints.plan import COPIES, MemoryPlan, memory_interval
 from fft.checkpoints.stores import LocalStore, StoreError
 from fft.errors import BusError
@@ -47,6 +54,8 @@ _SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 _BEGIN = "memory/begin"
 """Register of a start: the SHA-256 of the `Agreement` of its hosts."""
+_NOTHING = b"no copy"
+"""Its value if the job begins without one."""
 _AGREEMENT = "agreement"
 """Name of the text with it that each host serves."""
 _COME_S = 10.0
@@ -74,7 +83,12 @@ def copies_folder(
     with ExitStack() as undo:
         keep: Callable[[], None] = lambda: None  # noqa: E731
         plan = server = None
-        if config.memory != "off":
+        if config.memory != "off" and config.has_other_hosts and not joins:
+            logger.warning(
+                "no copies of the state in memory: serve the bus of a job of several hosts by "
+                "`fft serve`, and give --join on each host"
+            )
+        elif config.memory != "off":
             every, ranks = memory_interval(config.memory), config.local_ranks * (config.groups or 1)
             try:
                 token = _token() if joins else None
@@ -84,7 +98,7 @@ def copies_folder(
                 keep = undo.enter_context(vanishing(folder, KEPT_S))
                 if token is not None:
                     address = own_address(Joined.from_env().bus_url)
-                    server = CopiesServer(address, HeldCopies(folder), key_of(token))
+                    server = CopiesServer(address, HeldCopies(folder), key_of(token), limit)
                     undo.callback(server.close)
                 plan = MemoryPlan(folder, every, limit // ranks)
             except (OSError, BusError, SupervisorError) as error:
@@ -113,14 +127,14 @@ class Agreement(Strict):
 def agreed(
     bus: ErrorBus,
     server: CopiesServer,
-    parts: tuple[int, int],
+    parts: int,
     choose: Callable[[Sequence[CopiesOfHost]], tuple[Choice | None, list[str]]],
 ) -> Agreement | None:
     """Agree with the other hosts of a job on the copy with which its start begins.
 
     Args:
-        bus: The bus of the start.
-        parts: Numbers of parts of groups that this host runs, and that all run.
+        bus: The bus of the start, whose list this host has entered.
+        parts: Number of parts of groups that all hosts run.
         choose: Returns the copy of those on these hosts, and why others are not used.
 
     Returns:
@@ -129,8 +143,9 @@ def agreed(
     Raises:
         SupervisorError: The hosts that know the files of the copy have gone.
     """
-    _enter(bus, HostEntry(server.url, parts[0], f"{socket.gethostname()}:{server.copies.root}"))
     known, since = list[HostEntry](), time.monotonic()
+    if bus.read(_BEGIN) == _NOTHING:
+        return None
     while (decided := bus.read(_BEGIN)) is None:
         if bus.read(HEAD) is not None:
             return None
@@ -138,7 +153,7 @@ def agreed(
         if hosts != known:
             known, since = hosts, now
         leads = hosts[0].url == server.url
-        are_all = sum(host.parts for host in hosts) >= parts[1]
+        are_all = sum(host.parts for host in hosts) >= parts
         if (are_all and leads) or now > since + _COME_S + (0 if leads else _LEAD_S):
             urls = tuple(host.url for host in hosts)
             choice, problems = choose([_copies_at(url, server) for url in urls])
@@ -151,12 +166,23 @@ def agreed(
     return _obeyed(decided.decode(), hosts_of(bus), server)
 
 
+def refuse_copies(url: str, token: JobToken) -> None:
+    """Let no host begin with a copy in memory, because the one that serves the bus has none."""
+    with open_job_bus(url, token) as bus:
+        bus.compare_set(_BEGIN, None, _NOTHING)
+
+
 def _copies_at(url: str, server: CopiesServer) -> CopiesOfHost:
     return server.copies if url == server.url else PeerCopies(url, server.key)
 
 
-def _enter(bus: ErrorBus, entry: HostEntry) -> None:
-    """Enter this host in the register, in the place of an earlier `fft run` of it."""
+def enter_host(bus: ErrorBus, server: CopiesServer, parts: int) -> None:
+    """Enter this host in the list of a start, in the place of an earlier `fft run` of it.
+
+    Args:
+        parts: Number of parts of groups that this host runs.
+    """
+    entry = HostEntry(server.url, parts, place_of(server.copies.root))
     while True:
         held = bus.read(HOSTS)
         rest = (host for host in hosts_of(bus, held) if host.place != entry.place)

@@ -32,7 +32,7 @@ from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.checkpoints.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
-from fft.launch.memory import NAMED, agreed, copies_folder
+from fft.launch.memory import NAMED, agreed, copies_folder, enter_host
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.supervisor.config import SOON, SupervisorError
 from fft.launch.supervisor.groups import Restarts
@@ -160,12 +160,12 @@ def _begin_with_copy(
         choice, problems = choose([copies])
         if choice is not None:
             copies.adopt(choice, [""], 0)
-    elif resume and start is not None and config.copies_server is not None:
-        parts = config.groups, config.parts_in_all
+    elif start is not None and (server := config.copies_server) is not None:
         with open_job_bus(start.url, JobToken.from_env(), bus_operation(start.url)) as bus:
-            agreement = agreed(bus, config.copies_server, parts, choose)
-        if agreement is not None:
-            choice, problems = agreement.choice, list(agreement.problems)
+            enter_host(bus, server, config.groups)
+            found = agreed(bus, server, config.parts_in_all, choose) if resume else None
+        if found is not None:
+            choice, problems = found.choice, list(found.problems)
     for problem in problems:
         logger.error("a copy in memory is not used: %s", problem)
     manifest = None if choice is None else choice.manifest

@@ -22,6 +22,7 @@ from fft.bus.base import HEAD
 from fft.bus.starts import begin, newest, url_of
 from fft.bus.token import JobToken
 from fft.messages.commands import RollCall, encode_command, fresh_id
+from fft.messages.exits import gone_register, gone_value
 from fft.messages.protocol import Decision, Peer, Record
 from fft.messages.wire import Wire
 from fft.operate.client import JobClient, JobState
@@ -35,7 +36,7 @@ _SILENCE_S = 10.0
 which a joiner takes over a job without answers (``join_window``), because a bus may have changed
 its leader meanwhile."""
 _ALL_GONE_S = 1.0
-"""The same limit, if all members were on this host and none of their processes exists any more."""
+"""The same limit, if none of the members' processes exists any more."""
 _AGAIN_S = 1.0
 """Interval between questions; a participant that is just resubscribing may miss one."""
 
@@ -126,7 +127,7 @@ def _all_have_left(job: JobState) -> bool:
 
 def _lives(desk: JobClient, job: JobState) -> bool:
     """Whether a participant that holds the state of the job answers."""
-    limit = _ALL_GONE_S if _are_gone(job) else _SILENCE_S
+    limit = _ALL_GONE_S if _are_gone(job, desk.bus) else _SILENCE_S
     until = time.monotonic() + limit
     call = RollCall(fresh_id(), desk.me)
     with desk.asking(call) as answers:
@@ -144,13 +145,17 @@ def _lives(desk: JobClient, job: JobState) -> bool:
     return False
 
 
-def _are_gone(job: JobState) -> bool:
-    """Whether all members were on this host and their processes no longer exist."""
+def _are_gone(job: JobState, bus: ErrorBus) -> bool:
+    """Whether the processes of all members no longer exist: on this host, or by their launchers."""
     if job.epoch is None:
         return False
-    ranks = [rank for group in job.epoch.members for rank in group.ranks]
     here = socket.gethostname()
-    return all(rank.host == here and not _is_there(rank.pid) for rank in ranks)
+    return all(
+        (rank.host == here and not _is_there(rank.pid))
+        or bus.read(gone_register(group.group, rank.rank)) == gone_value(rank.pid, rank.host)
+        for group in job.epoch.members
+        for rank in group.ranks
+    )
 
 
 def _is_there(pid: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,22 +19,32 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from forked_run import FftRun, run_command
+from forked_run import FftRun, fft, run_command
 from namespaces import Host, hosts_of_one_network, needs_namespaces
 from network_worker import run
-from test_durable import LIMIT_S, STEPS, ends, folders, run_undisturbed
+from test_durable import (
+    LIMIT_S,
+    STEPS,
+    began_at,
+    ends,
+    folders,
+    kill_ranks,
+    run_undisturbed,
+)
 from test_durable import arguments as durable_arguments
-from test_near_state import has_copies, judge
+from test_near_state import has_copies, judge, reached
 from typer.testing import CliRunner
 from waiting import wait_until
 
 from fft.cli import app
 from fft.trace.audit import read_lines
+from fft.trace.resumed import audit_job
 
 pytestmark = [pytest.mark.multiprocess, needs_namespaces]
 SHAPES = {
     "groups": [{"groups": 1, "first-group": 0}, {"groups": 1, "first-group": 1}],
     "parts": [{"ranks-per-host": 1}, {"ranks-per-host": 1}],
+    "one group": [{"groups": 1, "all-groups": 1, "ranks-per-host": 1}] * 2,
 }
 
 
@@ -131,8 +142,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
     return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
+OWN = {f"{group}/{rank}": ("memory", 0) for group in range(2) for rank in range(2)}
+
+
+@pytest.mark.parametrize("shape", ["groups", pytest.param("parts", marks=pytest.mark.long)])
+def test_hosts_begin_again_when_all_trainers_are_killed(
+    shape: str, undisturbed: dict[str, list[object]], tmp_path: Path
+) -> None:
+    with hosts_job(tmp_path, shape) as job:
+        wait_until(lambda: has_copies(tmp_path, 3), "some copies", LIMIT_S)
+        kill_ranks(tmp_path)
+        job.waits()
+        assert job.sources() == OWN
+        assert (
+            job.tail().count("all groups that had the state have died: the job starts again") == 2
+        )
+    judge(tmp_path, undisturbed, 2)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["groups", "parts"])
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_same_commands_resume_from_the_memory_of_the_hosts(
     shape: str, is_lost: bool, undisturbed: dict[str, list[object]], tmp_path: Path
@@ -153,3 +182,43 @@ def test_same_commands_resume_from_the_memory_of_the_hosts(
         report = CliRunner().invoke(app, ["report", str(tmp_path / "traces")]).output
         assert ("(2 ranks from other hosts: 10.77.0." in report) == is_lost, report
     judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2)
+
+
+def is_elsewhere(line: dict[str, Any]) -> bool:
+    """Return whether a line of a trace tells that a copy is on another host as well."""
+    return line.get("note") == "memory_copy_elsewhere"
+
+
+@pytest.mark.parametrize("has_agents", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_one_group_is_copied_to_another_host(has_agents: bool, tmp_path: Path) -> None:
+    """All trainers are killed and a host loses its memory, with or without the `fft run` of both;
+    also the random states come back."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = durable_arguments(alone, STEPS, alone / "out", groups=1, checkpoint=None, every=None)
+    command.remove("--resume")
+    done = fft(*command, folder=alone, within=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    with hosts_job(tmp_path, "one group") as job:
+
+        def has_some() -> bool:
+            notes = (line for f in folders(tmp_path) for line in read_lines(f, is_elsewhere))
+            return len(list(notes)) >= 6
+
+        wait_until(has_some, "some copies", LIMIT_S)
+        if has_agents:
+            for copy in job.hosts[1].memory.glob("fft-*/step-*"):
+                shutil.rmtree(copy)
+            kill_ranks(tmp_path)
+        else:
+            job.end()
+            job.hosts[1].forget()
+            job.start()
+        job.waits()
+        assert sorted(job.sources().values()) == [("memory", 0), ("peer", 1)]
+        assert "has no buffers and random states" not in job.tail()
+    assert ends(tmp_path) == ends(alone)
+    report = audit_job(tmp_path / "traces")
+    assert report.ok, report.render()
+    before, after = folders(tmp_path)
+    assert began_at(after) >= reached(before) - 1

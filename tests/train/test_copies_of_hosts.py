@@ -6,6 +6,7 @@ Each host is a folder with a server and a thread; the bus is in memory.
 from __future__ import annotations
 
 import http.client
+import json
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,21 @@ from fft.bus.base import HEAD
 from fft.bus.token import JobToken
 from fft.checkpoints.copies import Choice, CopiesOfHost, HeldCopies, chosen, directory_of
 from fft.checkpoints.files import Checkpoints, Manifest, file_stem, partial_name
-from fft.checkpoints.peers import CopiesServer, CopyStore, PeerCopies, key_of
+from fft.checkpoints.peers import (
+    HOSTS,
+    CopiesServer,
+    CopyStore,
+    Deputy,
+    HostEntry,
+    PeerCopies,
+    key_of,
+)
 from fft.errors import FftError
 from fft.launch import memory
-from fft.launch.memory import Agreement, agreed
+from fft.launch.memory import Agreement, agreed, enter_host
 
 KEY = key_of(JobToken.fresh())
+LIMIT = 40_000
 
 
 @contextmanager
@@ -38,7 +48,7 @@ def served(*roots: Path) -> Iterator[list[CopiesServer]]:
         servers = []
         for root in roots:
             root.mkdir(exist_ok=True)
-            servers.append(CopiesServer("127.0.0.1", HeldCopies(root), KEY))
+            servers.append(CopiesServer("127.0.0.1", HeldCopies(root), KEY, LIMIT))
             undo.callback(servers[-1].close)
         yield servers
     assert not [thread for thread in threading.enumerate() if thread.name == "fft-copies"]
@@ -56,9 +66,10 @@ def one_group_each(root: Path, *steps: int) -> list[Path]:
 
 def agree(bus: ErrorBus, servers: Sequence[CopiesServer], parts: int = 2) -> list[Agreement | None]:
     """Let all hosts agree, each on a thread."""
+    for server in servers:
+        enter_host(bus, server, parts=1)
     with ThreadPoolExecutor(len(servers)) as pool:
-        work = partial(agreed, bus, parts=(1, parts), choose=choose)
-        return list(pool.map(work, servers))
+        return list(pool.map(partial(agreed, bus, parts=parts, choose=choose), servers))
 
 
 def choose(hosts: Sequence[CopiesOfHost]) -> tuple[Choice | None, list[str]]:
@@ -174,3 +185,76 @@ def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
         for path in ("../../etc/passwd", f"{partial_name(6, 'a6')}/../x", "manifest.json"):
             with pytest.raises(OSError, match="it is not there any more"):
                 peer.text(path)
+
+
+def enter(bus: ErrorBus, *hosts: tuple[str, Path]) -> None:
+    """Enter hosts with these addresses; each has another name."""
+    entries = [HostEntry(url, 1, f"host{n}:{root}") for n, (url, root) in enumerate(hosts)]
+    bus.compare_set(HOSTS, None, json.dumps(entries).encode())
+
+
+def parts_of(root: Path, step: int, group: str) -> list[Manifest]:
+    """Return the parts of a copy of a group by rank."""
+    found = HeldCopies(root).listing().parts[partial_name(step, f"a{step}")]
+    return [found[file_stem(group, rank)] for rank in range(RANKS)]
+
+
+def test_copy_on_another_host_is_as_good_as_that_of_its_rank(bus: ErrorBus, tmp_path: Path) -> None:
+    here, there = one_group_each(tmp_path, 4, 6, 8)
+    with served(there, tmp_path / "third") as (server, _):
+        enter(bus, ("http://127.0.0.1:1", tmp_path / "gone"), (server.url, there))
+        deputy = Deputy(bus, here, KEY)
+        for step in (4, 6, 8):
+            for rank, made in enumerate(parts_of(here, step, "0")):
+                assert deputy.store(directory_of(made), made, rank) == server.url
+    kept = [steps for steps in HeldCopies(there).listing().parts.items() if "g0r0" in steps[1]]
+    assert [name for name, _ in kept] == [partial_name(6, "a6"), partial_name(8, "a8")]
+    assert not list(there.rglob(".*")), "nothing incomplete"
+    choice, problems = chosen([HeldCopies(there)])
+    assert choice is not None and not problems
+    assert (choice.manifest.step, choice.manifest.groups) == (8, GROUPS)
+
+
+def test_copy_that_no_other_host_takes_is_reported(bus: ErrorBus, tmp_path: Path) -> None:
+    (here, _) = one_group_each(tmp_path, 6)
+    (made, _) = parts_of(here, 6, "0")
+    assert Deputy(bus, here, KEY).store(directory_of(made), made, 0) is None, "there is none"
+    with served(tmp_path / "there") as (server,):
+        server._limit = 700
+        enter(bus, (server.url, tmp_path / "there"))
+        with pytest.raises(OSError, match="its memory for copies is full"):
+            Deputy(bus, here, KEY).store(directory_of(made), made, 0)
+        server._limit = LIMIT
+        with pytest.raises(OSError, match="its SHA-256 is not that of its copy"):
+            PeerCopies(server.url, KEY).store(
+                f"{directory_of(made)}/g0r0.json",
+                here / directory_of(made) / "g0r0.json",
+                "0" * 64,
+            )
+        left = [path.name for path in (tmp_path / "there").rglob("*") if path.is_file()]
+        assert left == ["g0r0.json"], "the first file fitted; nothing of the others"
+
+
+def test_request_to_store_a_file_is_valid_once(tmp_path: Path) -> None:
+    (here, _) = one_group_each(tmp_path, 6)
+    (made, _) = parts_of(here, 6, "0")
+    path = f"{directory_of(made)}/g0r0.json"
+    with served(tmp_path / "there") as (server,):
+        peer, nonce = PeerCopies(server.url, KEY), "0" * 32
+        for used, why in ((nonce, "400"), (peer.text("nonce").decode(), "")):
+            with (here / path).open("rb") as file:
+                if why:
+                    with (
+                        pytest.raises(OSError),
+                        peer._requested("PUT", path, used, made.files[0].sha256, file),
+                    ):
+                        pass
+                else:
+                    with peer._requested("PUT", path, used, made.files[0].sha256, file):
+                        pass
+        with (
+            (here / path).open("rb") as file,
+            pytest.raises(OSError),
+            peer._requested("PUT", path, used, made.files[0].sha256, file),
+        ):
+            pass

@@ -9,9 +9,10 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from fft.bus.base import HEAD, ErrorBus
+from fft.messages.exits import gone_register, gone_value
 from fft.messages.protocol import GroupEntry, Record
 from fft.messages.wire import EPOCH, Wire, decode_packed, left_name
 from fft.trace.tail import JobView
@@ -80,6 +81,28 @@ def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
         head, epoch = found
         for peer in epoch.peers:
             view.see_member(peer, head.step, has_committed=head.kind == "commit")
+
+
+def have_all_died(bus: ErrorBus, is_silent: Callable[[str, int], bool]) -> bool:
+    """Return whether all processes of the newest epoch have ended, so that none has the state.
+
+    Args:
+        is_silent: Returns whether the host of a rank was found to have vanished.
+
+    Raises:
+        BusError: The bus cannot be reached.
+        UnreadableMessage: A register cannot be decoded.
+    """
+    listed = bus.read(EPOCH)
+    epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
+    if epoch is None or not epoch.members:
+        return False
+    return all(
+        bus.read(gone_register(entry.group, r.rank)) == gone_value(r.pid, r.host)
+        or is_silent(entry.group, r.rank)
+        for entry in epoch.members
+        for r in entry.ranks
+    )
 
 
 class Absent:

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from fft.checkpoints.copies import deliver, keep_newest
-from fft.checkpoints.files import Checkpoints, Origin, attempt_name
-from fft.checkpoints.peers import copy_store
+from fft.checkpoints.files import Checkpoints, Manifest, Origin, attempt_name
+from fft.checkpoints.peers import Deputy, copy_store, key_of
 from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
@@ -96,6 +96,8 @@ class MemoryCopies(CheckpointHooks):
         self._durable = durable
         self._hooks = durable or CheckpointHooks()
         self._store = copy_store(plan.place, rank.settings.token)
+        token = rank.settings.token
+        self._deputy = Deputy(rank.job.bus, plan.place, key_of(token)) if token else None
         self._place = rank.job.peer.group, rank.job.peer.rank
         self._copies = Copies(rank.state)
         self._threads = WorkerPool()
@@ -252,19 +254,34 @@ class MemoryCopies(CheckpointHooks):
             told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
             self._job.note("memory_copy", told)  # before it counts, so that an audit knows it
             deliver(self._store, directory, part, rank)
+            self._store_elsewhere(directory, part, epoch)
         except (OSError, FftError, RuntimeError) as error:
             self._failed(record.step, error)
         finally:
             self._written.set()
+
+    def _store_elsewhere(self, directory: str, part: Manifest, epoch: Record) -> None:
+        """Store a complete copy on another host, if no other host has the same shard."""
+        rank = self._place[1]
+        here = {r.host for entry in epoch.members for r in entry.ranks if r.rank == rank}
+        if self._deputy is None or len(here) > 1:
+            return
+        try:
+            url = self._deputy.store(directory, part, rank)
+        except (OSError, FftError) as error:
+            self._failed(part.step, error, "on another host")
+        else:
+            if url is not None:
+                self._job.note("memory_copy_elsewhere", {"step": part.step, "at": url})
 
     def _attempt(self, record: Record, epoch: Record) -> WriteAttempt:
         name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
         named = Named(name, record.step, writer=self._place[0])
         return WriteAttempt.of(self._rank, named, record, epoch, self._origin)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: Exception, where: str = "in memory") -> None:
         text = f"{type(error).__name__}: {error}"
-        logger.warning("no copy of step %d in memory: %s; training continues", step, text)
+        logger.warning("no copy of step %d %s: %s; training continues", step, where, text)
         self._job.note("memory_copy_failed", {"step": step, "error": text})
 
     def _turn_off(self, why: str) -> None:
