@@ -60,7 +60,7 @@ _AGREEMENT = "agreement"
 """Name of the text with it that each host serves."""
 _COME_S = 10.0
 """Time without a further host after which a start begins with the copies of those there are."""
-_LEAD_S = 20.0
+_LEAD_S = 10.0
 """Further time after which another host than the first one compares the copies."""
 _LOOK_S = 0.2
 
@@ -139,17 +139,19 @@ def agreed(
 
     Returns:
         The agreement, with the files ready for the ranks of this host; None if the job is running.
-
-    Raises:
-        SupervisorError: The hosts that know the files of the copy have gone.
     """
     known, since = list[HostEntry](), time.monotonic()
-    if bus.read(_BEGIN) == _NOTHING:
-        return None
-    while (decided := bus.read(_BEGIN)) is None:
-        if bus.read(HEAD) is not None:
-            return None
+    void: bytes | None = None
+    """A decision of earlier `fft run`, all of which have gone."""
+    while bus.read(HEAD) is None:
         hosts, now = hosts_of(bus), time.monotonic()
+        decided = bus.read(_BEGIN)
+        if decided is not None and decided != void:
+            if decided == _NOTHING:
+                return None
+            if (found := _obeyed(decided.decode(), hosts, server)) is not None:
+                return found
+            void, since = decided, now
         if hosts != known:
             known, since = hosts, now
         leads = hosts[0].url == server.url
@@ -160,10 +162,10 @@ def agreed(
             found = Agreement(choice=choice, urls=urls, problems=tuple(problems[:NAMED]))
             text = found.model_dump_json().encode()
             server.texts[_AGREEMENT] = text
-            bus.compare_set(_BEGIN, None, hashlib.sha256(text).hexdigest().encode())
+            bus.compare_set(_BEGIN, void, hashlib.sha256(text).hexdigest().encode())
         else:
             time.sleep(_LOOK_S)
-    return _obeyed(decided.decode(), hosts_of(bus), server)
+    return None
 
 
 def refuse_copies(url: str, token: JobToken) -> None:
@@ -191,22 +193,19 @@ def enter_host(bus: ErrorBus, server: CopiesServer, parts: int) -> None:
             return
 
 
-def _obeyed(digest: str, hosts: Sequence[HostEntry], server: CopiesServer) -> Agreement:
-    """Get the agreement from any host that has it, and prepare the files for the ranks here."""
-    text, problems = server.texts.get(_AGREEMENT, b""), list[str]()
+def _obeyed(digest: str, hosts: Sequence[HostEntry], server: CopiesServer) -> Agreement | None:
+    """Get the agreement from a host that has it, and prepare the files for the ranks here.
+
+    None if no host has it.
+    """
+    text = server.texts.get(_AGREEMENT, b"")
     for host in hosts:
         if hashlib.sha256(text).hexdigest() == digest:
             break
-        try:
+        with suppress(OSError):
             text = PeerCopies(host.url, server.key).text(_AGREEMENT)
-        except OSError as error:
-            problems.append(str(error))
-    else:
-        if hashlib.sha256(text).hexdigest() != digest:
-            raise SupervisorError(
-                "the hosts of the job have agreed on a copy in memory, and none of them gives the "
-                f"list of its files: {'; '.join(problems)}. Start the same commands again"
-            )
+    if hashlib.sha256(text).hexdigest() != digest:
+        return None
     server.texts[_AGREEMENT] = text
     found = Agreement.model_validate_json(text)
     if found.choice is not None:
