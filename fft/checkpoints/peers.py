@@ -287,18 +287,18 @@ class PeerCopies:
         path: str,
         nonce: str = "",
         sha256: str = "",
-        body: BinaryIO | None = None,
+        file: BinaryIO | None = None,
     ) -> Iterator[tuple[HTTPResponse, str]]:
         at, nonce = urlsplit(self._url), nonce or secrets.token_hex(16)
         connection = HTTPConnection(at.hostname or "", at.port, _CONNECT_S, blocksize=_CHUNK)
         try:
             connection.connect()
-            connection.sock.settimeout(_ANSWER_S if body is None else REQUEST_S)
+            connection.sock.settimeout(_ANSWER_S if file is None else REQUEST_S)
             tag = _request_tag(self._key, method, f"/{path}", nonce, sha256)
             headers = {"Fft-Nonce": nonce, "Fft-Tag": tag, "Fft-Sha256": sha256}
-            if body is not None:
-                headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
-            connection.request(method, f"/{path}", body, headers)
+            if file is not None:
+                headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
+            connection.request(method, f"/{path}", file, headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 raise OSError(f"{self._url}/{path}: {_WHY.get(answer.status, answer.reason)}")

@@ -301,11 +301,11 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
         start.commits[record["lineage"]] = stand
 
 
-def _files_of(told: dict[str, Any]) -> Iterator[tuple[_File, str]]:
+def _files_of(data: dict[str, Any]) -> Iterator[tuple[_File, str]]:
     """Yield the files of a copy in memory in a note, with their digests."""
-    for name, digest in told.get("files", {}).items():
+    for name, digest in data.get("files", {}).items():
         stem, _, kind = name.rpartition(".")
-        yield _File(told["attempt"], stem.rpartition("r")[2], kind), digest
+        yield _File(data["attempt"], stem.rpartition("r")[2], kind), digest
 
 
 def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:

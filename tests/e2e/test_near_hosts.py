@@ -186,7 +186,7 @@ def test_same_commands_resume_from_the_memory_of_the_hosts(
 
 def is_elsewhere(line: dict[str, Any]) -> bool:
     """Return whether a line of a trace tells that a copy is on another host as well."""
-    return line.get("note") == "memory_copy_elsewhere"
+    return line.get("note") == "memory_copy_on_peer"
 
 
 @pytest.mark.parametrize("has_agents", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -254,13 +254,13 @@ class MemoryCopies(CheckpointHooks):
             told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
             self._job.note("memory_copy", told)  # before it counts, so that an audit knows it
             deliver(self._store, directory, part, rank)
-            self._store_elsewhere(directory, part, epoch)
+            self._store_on_peer(directory, part, epoch)
         except (OSError, FftError, RuntimeError) as error:
             self._failed(record.step, error)
         finally:
             self._written.set()
 
-    def _store_elsewhere(self, directory: str, part: Manifest, epoch: Record) -> None:
+    def _store_on_peer(self, directory: str, part: Manifest, epoch: Record) -> None:
         """Store a complete copy on another host, if no other host has the same shard."""
         rank = self._place[1]
         here = {r.host for entry in epoch.members for r in entry.ranks if r.rank == rank}
@@ -272,7 +272,7 @@ class MemoryCopies(CheckpointHooks):
             self._failed(part.step, error, "on another host")
         else:
             if url is not None:
-                self._job.note("memory_copy_elsewhere", {"step": part.step, "at": url})
+                self._job.note("memory_copy_on_peer", {"step": part.step, "at": url})
 
     def _attempt(self, record: Record, epoch: Record) -> WriteAttempt:
         name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
