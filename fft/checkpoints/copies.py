@@ -84,18 +84,14 @@ def deliver(store: LocalStore, directory: str, part: Manifest, rank: int) -> Non
     store.write(f"{directory}/{file_stem(part.writer, rank)}{PART}", sealed(part))
 
 
-def keep_newest(root: Path, group: str, rank: int, below: int) -> None:
+def keep_newest(root: Path, stem: str, below: int) -> None:
     """Remove the files of a rank in all copies but its newest complete one.
 
     Args:
         root: The folder of the copies.
+        stem: Stem of the files of the rank.
         below: Step of the copy that begins; its own directory is not touched.
     """
-    keep_newest_of(root, file_stem(group, rank), below)
-
-
-def keep_newest_of(root: Path, stem: str, below: int) -> None:
-    """See `keep_newest`."""
     own = [(step, path) for path in root.glob("step-*") if (step := step_of(path.name)) != below]
     whole = [step for step, path in own if (path / f"{stem}{PART}").exists() and step < below]
     for step, path in own:

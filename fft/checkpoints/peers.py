@@ -36,7 +36,7 @@ from fft.checkpoints.copies import (
     Checked,
     HeldCopies,
     Listing,
-    keep_newest_of,
+    keep_newest,
     step_of,
 )
 from fft.checkpoints.files import Manifest, file_stem
@@ -202,7 +202,7 @@ class _Handler(HttpHandler):
             target.parent.mkdir(mode=0o700, exist_ok=True)
             if not any(target.parent.glob(f"{target.stem}.*")):
                 root, step = self.server.copies.root, step_of(target.parent.name)
-                keep_newest_of(root, target.stem, step)
+                keep_newest(root, target.stem, step)
             taken = _taken(self._chunks(int(size)), target, self.headers.get("Fft-Sha256", ""))
         self._begin(200 if taken else 409, 0, _answer_tag(self.server.key, nonce, b""))
 

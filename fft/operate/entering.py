@@ -127,8 +127,8 @@ def _all_have_left(job: JobState) -> bool:
 
 def _lives(desk: JobClient, job: JobState) -> bool:
     """Whether a participant that holds the state of the job answers."""
-    limit = _ALL_GONE_S if _are_gone(job, desk.bus) else _SILENCE_S
-    until = time.monotonic() + limit
+    began = time.monotonic()
+    until = began + (_ALL_GONE_S if _are_gone(job, desk.bus) else _SILENCE_S)
     call = RollCall(fresh_id(), desk.me)
     with desk.asking(call) as answers:
         for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
@@ -136,26 +136,30 @@ def _lives(desk: JobClient, job: JobState) -> bool:
         logger.warning(
             "nobody of the job on %s answers; if nobody does for %g s, it is over",
             desk.bus.url,
-            limit,
+            until - began,
         )
         while (now := time.monotonic()) < until:
             desk.bus.broadcast(encode_command(call), "commands")
             for _ in answers(min(until, now + _AGAIN_S)):
                 return True
+            if _are_gone(job, desk.bus):  # another host may have found its processes gone
+                until = min(until, began + _ALL_GONE_S)
     return False
 
 
 def _are_gone(job: JobState, bus: ErrorBus) -> bool:
-    """Whether the processes of all members no longer exist: on this host, or by their launchers."""
+    """Whether the processes of all members no longer exist, and write down those of this host."""
     if job.epoch is None:
         return False
-    here = socket.gethostname()
-    return all(
-        (rank.host == here and not _is_there(rank.pid))
-        or bus.read(gone_register(group.group, rank.rank)) == gone_value(rank.pid, rank.host)
-        for group in job.epoch.members
-        for rank in group.ranks
-    )
+    here, are_gone = socket.gethostname(), True
+    for group in job.epoch.members:
+        for rank in group.ranks:
+            name, value = gone_register(group.group, rank.rank), gone_value(rank.pid, rank.host)
+            if rank.host == here and not _is_there(rank.pid):
+                bus.write(name, value)
+            elif bus.read(name) != value:
+                are_gone = False
+    return are_gone
 
 
 def _is_there(pid: int) -> bool:

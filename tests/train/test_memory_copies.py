@@ -134,7 +134,7 @@ def test_rank_keeps_its_newest_complete_copy_alone(tmp_path: Path) -> None:
     copies = copied(tmp_path, 2, 4, 6)
     for group in GROUPS:
         for rank in range(RANKS):
-            keep_newest(tmp_path, group, rank, below=8)
+            keep_newest(tmp_path, file_stem(group, rank), below=8)
     assert copies.steps() == [6]
     assert [p.name for p in tmp_path.iterdir()] == [partial_name(6, "a6")]
 
@@ -147,7 +147,7 @@ def test_copy_that_was_resumed_from_is_removed_like_others(tmp_path: Path) -> No
     copied(tmp_path, 5)
     for group in GROUPS:
         for rank in range(RANKS):
-            keep_newest(tmp_path, group, rank, below=6)
+            keep_newest(tmp_path, file_stem(group, rank), below=6)
     assert copies.steps() == [5] and len(list(tmp_path.iterdir())) == 1
 
 

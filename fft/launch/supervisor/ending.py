@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fft.bus.base import HEAD, ErrorBus
 from fft.messages.exits import gone_register, gone_value
@@ -83,26 +83,27 @@ def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
             view.see_member(peer, head.step, has_committed=head.kind == "commit")
 
 
-def have_all_died(bus: ErrorBus, is_silent: Callable[[str, int], bool]) -> bool:
-    """Return whether all processes of the newest epoch have ended, so that none has the state.
+def have_all_died(buses: Sequence[ErrorBus], is_silent: Callable[[str, int], bool]) -> bool:
+    """Return whether all processes of the newest epochs have ended, so that none has the state.
 
     Args:
+        buses: The buses of all scopes, that of the job first.
         is_silent: Returns whether the host of a rank was found to have vanished.
 
     Raises:
         BusError: The bus cannot be reached.
         UnreadableMessage: A register cannot be decoded.
     """
-    listed = bus.read(EPOCH)
-    epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
-    if epoch is None or not epoch.members:
-        return False
-    return all(
-        bus.read(gone_register(entry.group, r.rank)) == gone_value(r.pid, r.host)
-        or is_silent(entry.group, r.rank)
-        for entry in epoch.members
-        for r in entry.ranks
-    )
+    for bus in buses:
+        listed = bus.read(EPOCH)
+        epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
+        if epoch is None or not epoch.members:
+            return False
+        for group, r in ((entry.group, r) for entry in epoch.members for r in entry.ranks):
+            held = buses[0].read(gone_register(group, r.rank))
+            if held != gone_value(r.pid, r.host) and not is_silent(group, r.rank):
+                return False
+    return True
 
 
 class Absent:

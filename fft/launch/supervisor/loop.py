@@ -1169,7 +1169,7 @@ class Supervisor:
             return False
         claims, local = self._links.claims, self._config.local_ranks
         return have_all_died(
-            self._links.bus,
+            self._links.scopes(),
             lambda group, rank: claims.is_silent(part_name(group, rank // local)),
         )
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from fft.checkpoints.copies import deliver, keep_newest
-from fft.checkpoints.files import Checkpoints, Manifest, Origin, attempt_name
+from fft.checkpoints.files import Checkpoints, Manifest, Origin, attempt_name, file_stem
 from fft.checkpoints.peers import Deputy, copy_store, key_of
 from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
 from fft.errors import BusError, FftError
@@ -240,7 +240,7 @@ class MemoryCopies(CheckpointHooks):
                     f"of this host may take {limit_mb:.0f} MB"
                 )
                 return
-            keep_newest(self._plan.place, *self._place, below=record.step)
+            keep_newest(self._plan.place, file_stem(*self._place), below=record.step)
             attempt = self._attempt(record, epoch)
             directory, rank = attempt.directory, self._place[1]
             files = write_rank(self._store, directory, self._place, snapshot.data, snapshot.tensors)
