@@ -51,7 +51,7 @@ _MOST_TEXT = 64 * _CHUNK
 """Maximum size of a text, in bytes."""
 _NONCES = 1024
 """Number of nonces that the server remembers."""
-_ANSWER_S = 60.0
+_ANSWER_S = 300.0
 """Time limit for an answer, in seconds: the server may have to read its files for it."""
 _CONNECT_S = 3.0
 _AGAIN_S = 60.0
@@ -398,8 +398,9 @@ class CopyStore(LocalStore):
         """Return the SHA-256 of a file, which is fetched if it is not here."""
         directory, _, name = path.partition("/")
         if name not in super().files(directory) and (found := self._away(directory).get(name)):
-            self._fetch(path, *found)
-        self.used[name] = super().digest(path)
+            self.used[name] = self._fetch(path, *found)
+        else:
+            self.used[name] = super().digest(path)
         return self.used[name]
 
     def _away(self, directory: str) -> dict[str, Any]:
@@ -409,7 +410,7 @@ class CopyStore(LocalStore):
             return {}
         return found
 
-    def _fetch(self, path: str, _size: int, sha256: str, places: list[str]) -> None:
+    def _fetch(self, path: str, _size: int, sha256: str, places: list[str]) -> str:
         problems = list[str]()
         for url in places:
             at = urlsplit(url)
@@ -422,7 +423,7 @@ class CopyStore(LocalStore):
                 problems.append(str(error))
                 continue
             self.fetched[path] = url
-            return
+            return sha256
         raise OSError(f"no host gives {path}: {'; '.join(problems)}")
 
 
