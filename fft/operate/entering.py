@@ -128,7 +128,8 @@ def _all_have_left(job: JobState) -> bool:
 def _lives(desk: JobClient, job: JobState) -> bool:
     """Whether a participant that holds the state of the job answers."""
     began = time.monotonic()
-    until = began + (_ALL_GONE_S if _are_gone(job, desk.bus) else _SILENCE_S)
+    are_gone = _are_gone(job, desk.bus, writes=False)
+    until = began + (_ALL_GONE_S if are_gone else _SILENCE_S)
     call = RollCall(fresh_id(), desk.me)
     with desk.asking(call) as answers:
         for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
@@ -142,13 +143,17 @@ def _lives(desk: JobClient, job: JobState) -> bool:
             desk.bus.broadcast(encode_command(call), "commands")
             for _ in answers(min(until, now + _AGAIN_S)):
                 return True
-            if _are_gone(job, desk.bus):  # another host may have found its processes gone
+            if _are_gone(job, desk.bus, writes=True):  # another host may have written as well
                 until = min(until, began + _ALL_GONE_S)
     return False
 
 
-def _are_gone(job: JobState, bus: ErrorBus) -> bool:
-    """Whether the processes of all members no longer exist, and write down those of this host."""
+def _are_gone(job: JobState, bus: ErrorBus, writes: bool) -> bool:
+    """Whether the processes of all members no longer exist, here or by the registers.
+
+    Args:
+        writes: Write those of this host into the registers, because none of them has answered.
+    """
     if job.epoch is None:
         return False
     here, are_gone = socket.gethostname(), True
@@ -156,7 +161,8 @@ def _are_gone(job: JobState, bus: ErrorBus) -> bool:
         for rank in group.ranks:
             name, value = gone_register(group.group, rank.rank), gone_value(rank.pid, rank.host)
             if rank.host == here and not _is_there(rank.pid):
-                bus.write(name, value)
+                if writes:
+                    bus.write(name, value)
             elif bus.read(name) != value:
                 are_gone = False
     return are_gone
