@@ -67,8 +67,10 @@ def _on_host(host: Host, *arguments: Any) -> None:
 class HostsJob:
     """A job of two hosts; host 0 serves the bus."""
 
-    def __init__(self, root: Path, hosts: list[Host], shape: str, **options: object) -> None:
-        self.root, self.hosts, self.shape, self._options = root, hosts, SHAPES[shape], options
+    def __init__(
+        self, root: Path, hosts: list[Host], shape: str, least: tuple[object, ...]
+    ) -> None:
+        self.root, self.hosts, self.shape, self._least = root, hosts, SHAPES[shape], least
         token, log = root / "token", root / "bus.log"
         serving = ["serve", "--host", "10.77.0.1", "--token-file", str(token), "--no-lighthouse"]
         self.server = Forked(run, hosts[0], *serving, log=log)
@@ -81,8 +83,9 @@ class HostsJob:
         """Start `fft run` on these hosts, always by the same commands."""
         given: dict[str, object] = {"all-groups": 2, "memory": 1, "checkpoint": None, "every": None}
         for number in numbers or (1, 2):
-            options = given | self.shape[number - 1] | self._options
-            command = durable_arguments(self.root, STEPS, self.root / "out", 0.1, **options)
+            options = given | self.shape[number - 1]
+            script = STEPS, self.root / "out", 0.1, *self._least
+            command = durable_arguments(self.root, *script, **options)
             command.insert(1, "--join")
             self.agents[number] = Agent(
                 self.hosts[number], *command, folder=self.root, env=self._env
@@ -124,10 +127,15 @@ def _pids(host: Host) -> list[int]:
 
 
 @contextmanager
-def hosts_job(root: Path, shape: str, **options: object) -> Iterator[HostsJob]:
-    """A job that is started, and ended when the block is left."""
+def hosts_job(root: Path, shape: str, is_one_enough: bool = False) -> Iterator[HostsJob]:
+    """A job that is started, and ended when the block is left.
+
+    Args:
+        is_one_enough: The job goes on with one group.
+    """
+    least = ("stall", 10**6) if is_one_enough else ()
     with hosts_of_one_network(root, 3) as hosts:
-        job = HostsJob(root, hosts, shape, **options)
+        job = HostsJob(root, hosts, shape, least)
         try:
             job.start()
             yield job
@@ -184,12 +192,30 @@ def test_same_commands_resume_from_the_memory_of_the_hosts(
     judge(tmp_path, ends(tmp_path) if lacks else undisturbed, 2)
 
 
+@pytest.mark.long
+def test_job_goes_on_from_the_memory_of_the_host_that_is_left(tmp_path: Path) -> None:
+    """All trainers are killed, and a host is lost at that moment and does not come back."""
+    with hosts_job(tmp_path, "groups", is_one_enough=True) as job:
+        wait_until(lambda: has_copies(tmp_path, 3), "some copies", LIMIT_S)
+        job.end(1)
+        kill_ranks(tmp_path)
+        job.hosts[1].forget()
+        assert job.agents[2].wait(LIMIT_S) == 0, job.tail()
+        assert job.sources() == {"1/0": ("memory", 0), "1/1": ("memory", 0)}
+        assert "has no buffers and random states of group 0" in job.tail()
+    report = audit_job(tmp_path / "traces")
+    assert report.ok, report.render()
+    before, after = folders(tmp_path)
+    assert began_at(after) >= reached(before) - 1
+
+
 def is_elsewhere(line: dict[str, Any]) -> bool:
     """Return whether a line of a trace tells that a copy is on another host as well."""
     return line.get("note") == "memory_copy_on_peer"
 
 
-@pytest.mark.parametrize("has_agents", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("has_agents", [True, False])
 def test_one_group_is_copied_to_another_host(has_agents: bool, tmp_path: Path) -> None:
     """All trainers are killed and a host loses its memory, with or without the `fft run` of both;
     also the random states come back."""
