@@ -48,11 +48,13 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint must not be loaded; the message gives its name, the file and the problem."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Data of a file or a message of FFT, without unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class File(_Strict):
+class File(Strict):
     """One file of a checkpoint."""
 
     name: Annotated[str, Field(pattern=_FILE)]
@@ -60,7 +62,7 @@ class File(_Strict):
     sha256: Sha
 
 
-class Scope(_Strict):
+class Scope(Strict):
     """The position of one scope of the job."""
 
     step: Count
@@ -71,7 +73,7 @@ class Scope(_Strict):
     """Slices before the cursor that no txn has consumed."""
 
 
-class Receipt(_Strict):
+class Receipt(Strict):
     """The files that one rank has written and read back; the receipt is written after them.
 
     A rank writes a receipt without files to decline; the writer of the manifest does not wait for
@@ -86,14 +88,14 @@ class Receipt(_Strict):
     """Position of the rank's scope, if each stage has its own scope."""
 
 
-class Origin(_Strict):
+class Origin(Strict):
     """The checkpoint from which the job of this checkpoint had resumed."""
 
     step: Count
     lineage: str
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The description of a checkpoint and the list of its files.
 
     Attributes:

@@ -443,6 +443,7 @@ def _supervise(
 
         check_interfaces()
     from fft.bus.token import JobToken
+    from fft.launch.memory import refuse_copies
     from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.display import SafeConsole, SilentDisplay, open_display
@@ -463,6 +464,8 @@ def _supervise(
             token=token,
         )
     try:
+        if serve is not None and config.has_other_hosts and token is not None:
+            refuse_copies(services.bus_url, token)
         display = open_display(SafeConsole()) if progress else SilentDisplay(SafeConsole())
         supervisor = Supervisor(config, plan, services, display, token, script)
         interrupts.output = str(config.trace_dir / "fft-run.log")

@@ -100,7 +100,7 @@ KNOWN = {
     ("serve", BUS_IN_4): ["bus"],
     ("nats-server", BUS_IN_4): ["NATS servers"],
     ("nats-server", "127.0.0.1"): ["NATS monitor", "NATS routes"],
-    ("run", "own"): ["store of a replica group"],
+    ("run", "own"): ["store of a replica group", "copies in memory"],
     ("script_runner.py", "own"): ["gloo", "gloo", "heal"],
 }
 """Listeners that networks.md describes, by program and address; a rank has two groups of gloo."""
