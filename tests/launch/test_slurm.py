@@ -206,8 +206,8 @@ def test_arguments_reach_the_script_unchanged() -> None:
 def test_each_start_of_the_bus_has_a_new_name() -> None:
     """The traces of a start go to the folder of its name on the bus (`fft.trace.starts`)."""
     for text in scripts()[:2]:
-        (command,) = re.findall(r" serve .*\n.*", text)
-        assert "--job" not in command and "--token-file" in command
+        (command,) = re.findall(r"}\" serve .*\n.*", text)
+        assert '--job "slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in command
 
 
 def test_tasks_of_an_array_are_the_parts_of_the_groups() -> None:
@@ -490,6 +490,30 @@ def test_spare_node_takes_over_the_group_of_a_lost_node(
     assert "complete, at step 250 (group 0: complete, group 1: complete)" in job.output()
     assert len(job.bits()) == 1
     audit = audit_job(job.folder / "job" / "traces")
+    assert audit.ok, audit.render()
+
+
+@pytest.mark.long
+def test_job_on_three_nodes_survives_the_node_of_its_batch_script(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """NATS serves the bus on all nodes. The spare node takes the group of the lost one over, and
+    the second node ends the job."""
+    job = Submitted(cluster, tmp_path / "a", "--spare-nodes", "1", script="250 0.1 1")
+    job.wait_for_steps(5)
+    cluster.kill_node("node1")
+    try:
+        job.end()
+    finally:
+        cluster.start_node("node1")
+    assert job.state() == "CANCELLED", job.output()
+    assert "group 0 was taken over: its host was lost" in job.output()
+    assert "complete, at step 250 (group 0: complete, group 1: complete)" in job.output()
+    assert "fft: resuming" not in job.output() and len(job.bits()) == 1
+    traces = job.folder / "job" / "traces"
+    assert not (traces / "start2").exists() and (traces / "g1r0i1.jsonl").exists()
+    assert not (traces / "g1r0i2.jsonl").exists(), "no other process restarts"
+    audit = audit_job(traces)
     assert audit.ok, audit.render()
 
 
