@@ -155,7 +155,7 @@ class BusHosts:
         """Return the host with a server that is this one, or None.
 
         Raises:
-            ServiceError: Several are, or their names do not resolve.
+            ServiceError: Several are.
         """
         found = [host for host in self.hosts if is_own(host)]
         if len(found) > 1:

@@ -88,12 +88,22 @@ trap end_servers EXIT
 of_bus='trap "" TERM USR1
 follow() {  # when the node of the batch shell is lost
   until sinfo --noheader --nodes="$1" --format=%T | grep -q down; do sleep 5; done
-  export FFT_BUS=$(grep -o "nats://[^ ]*" "${FFT_TOKEN_FILE%/*}/bus-1.out" | tail -n 1)
-  local fft=("${@:2:@WORDS@}") end
+  local run=${FFT_TOKEN_FILE%/*} fft=("${@:2:@WORDS@}") end status
+  export FFT_BUS=$(grep -o "nats://[^ ]*" "$run/bus-1.out" | tail -n 1)
   end=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s) || end=99999999999
-  timeout "$((end - @LIMIT_S@ - $(date +%s)))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
-  case $? in
-    0 | 1 | 3) exec scancel "$SLURM_JOB_ID" ;;
+  while :; do
+    timeout "$((end - @LIMIT_S@ - $(date +%s)))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
+    status=$?
+    [ "$status" = 75 ] && [ -s "$run/array" ] || break
+    sleep 5  # all tasks of the array were drained, and come back to this bus
+  done
+  case $status in
+    0 | 1 | 3)
+      if [ -s "$run/array" ]; then
+        touch "$run/complete"; rm -f "$run/bus"
+        scancel --quiet --state=PENDING "$(< "$run/array")"
+      fi
+      exec scancel "$SLURM_JOB_ID" ;;
     124) "${fft[@]}" drain --all --wait 10; "${fft[@]}" launch outcome --groups @GROUPS@ --wait ;;
   esac
   scontrol requeue "$SLURM_JOB_ID"

@@ -230,9 +230,20 @@ def test_serve_on_hosts_refuses_what_cannot_work(tmp_path: Path) -> None:
         assert shown.exit_code == 2 and reason in shown.stderr, shown.output
 
 
-@pytest.mark.long
-def test_hosts_with_one_token_form_one_bus(tmp_path: Path) -> None:
-    """Each host creates the token file unless another has, so they share it on a common disk."""
+def test_one_host_of_several_serves_the_bus_at_its_address(tmp_path: Path) -> None:
+    command = ["serve", "--token-file", str(tmp_path / "token"), "--hosts", "127.0.0.2,127.0.0.3"]
+    with started(*command, "--host", "127.0.0.2") as process:
+        url = first_line(process).split()[0].removeprefix("FFT_BUS=")
+        assert url.startswith("tcp://127.0.0.2:")
+        with open_bus(url, WAIT_S) as bus:
+            assert bus.next_number("n") == 1
+        other = fft(*command, "--host", "127.0.0.3")
+        assert other.exit_code == 0 and f"FFT_BUS={url} " in other.stdout
+
+
+def test_hosts_with_one_token_form_one_bus_that_survives_one_of_them(tmp_path: Path) -> None:
+    """Each host creates the token file unless another has, so they share it on a common disk. A
+    server that is started again has an empty store."""
     hosts = [f"127.0.0.{n}" for n in (2, 3, 4)]
     command = ["serve", "--token-file", str(tmp_path / "token"), "--hosts", ",".join(hosts)]
     with ExitStack() as stack:
@@ -242,8 +253,12 @@ def test_hosts_with_one_token_form_one_bus(tmp_path: Path) -> None:
         with open_bus(url, WAIT_S, token=JobToken.from_file(tmp_path / "token")) as bus:
             assert bus.next_number("n") == 1
             made[0].send_signal(signal.SIGTERM)  # a leader that ends hands over
-            made[0].communicate(timeout=WAIT_S)
+            _, errors = made[0].communicate(timeout=WAIT_S)
+            assert made[0].returncode == 0, errors
             assert bus.next_number("n") == 2
+            again = stack.enter_context(started(*command, "--host", hosts[0]))
+            assert first_line(again) == line
+            assert bus.next_number("n") == 3
 
 
 def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:

@@ -153,6 +153,53 @@ def test_batch_script_remembers_its_terminating_signal(signals: str, stop: str) 
     assert done.stdout.strip() == stop
 
 
+@pytest.mark.parametrize(
+    ("status", "left_s", "array", "commands"),
+    [
+        (0, 999, "", ["scancel 7"]),
+        (1, 999, "", ["scancel 7"]),
+        (75, 999, "", ["scontrol requeue 7"]),
+        (2, 999, "", ["scontrol requeue 7"]),
+        (None, 91, "", ["drain", "scontrol requeue 7"]),  # the drain takes 60 s, and the rest 30 s
+        (3, 999, "8", ["scancel --quiet --state=PENDING 8", "scancel 7"]),
+    ],
+)
+def test_second_node_ends_a_job_without_its_batch_shell(
+    tmp_path: Path, status: int | None, left_s: int, array: str, commands: list[str]
+) -> None:
+    """``status``: the outcome of the job, or None while it runs. ``left_s``: to its time limit."""
+    answer = "exec sleep 60" if status is None else f"exit {status}"
+    fakes = {
+        "sinfo": "echo 'down*'",
+        "squeue": f"date -d '{left_s} seconds' +%Y-%m-%dT%H:%M:%S",
+        "scancel": 'echo "scancel $*"',
+        "scontrol": 'echo "scontrol $*"',
+        "fft": f"""case "$*" in
+            *drain*) echo drain; touch drained ;;
+            *outcome*) [ -e drained ] || {answer} ;;
+        esac""",
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bus-1.out").write_text("FFT_BUS=nats://job-token@a:1,b:1,c:1/j x\n")
+    if array:
+        (tmp_path / "array").write_text(array)
+    found = re.search(r"^of_bus='.*?'$", scripts()[0], re.M | re.S)
+    assert found is not None
+    command = f'{found[0]}\nbash -c "$of_bus" bus 1 node1 fft -m fft.cli serve'
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "FFT_TOKEN_FILE": f"{tmp_path}/job.token",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == commands, done.stderr
+    assert (tmp_path / "complete").exists() == bool(array)
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_warning_reaches_only_the_batch_shell(number: int) -> None:
     """SLURM would otherwise send it to all processes of all steps, before they handle it."""
