@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -450,9 +451,9 @@ class Trial:
         return {line for line in found if line.startswith(f"bits {last} ")}
 
 
-def judges(bus: Job) -> bool:
-    """Whether the pod of the bus serves it, and waits for the end of the job."""
-    first = bus.pods[0].first() if 0 in bus.pods else None
+def judges(job: Job, index: int = 0) -> bool:
+    """Whether a pod of the bus serves it, and waits for the end of the job."""
+    first = job.pods[index].first() if index in job.pods else None
     with suppress(psutil.NoSuchProcess):
         return first is not None and any("outcome" in p.cmdline() for p in first.children())
     return False
@@ -519,6 +520,49 @@ def test_lost_bus_lets_the_job_resume_from_its_checkpoint(tmp_path: Path) -> Non
         first, second = audit.starts
         broken = {finding.name for finding in first.findings if finding.violation}
         assert broken <= {"decided"} and second.ok, audit.render()  # they have stopped in doubt
+
+
+COMPLETE = """
+import sys
+from fft.bus import open_job_bus
+from fft.bus.token import JobToken
+from fft.launch.supervisor.claims import Claims
+with open_job_bus(sys.argv[1], JobToken.from_env(), 60.0) as bus:
+    claims = Claims(bus, lambda: None)
+    claims.take(["0", "1"], take_over=False)
+    claims.status = 0
+    claims.close()
+"""
+"""A supervisor of both groups that ends with status 0."""
+
+
+@in_pods
+def test_pods_of_the_bus_replace_each_other_and_end_with_the_job(tmp_path: Path) -> None:
+    with trial(tmp_path, "1 0 1", "--spare-pods", "1") as job:
+        cluster, bus, peer = job.cluster, job.cluster.job("bus"), job.cluster.job("peer")
+        cluster.job("group").has_room = cluster.job("spare").has_room = False
+        servers = (bus, 0), (peer, 0), (peer, 1)
+
+        def all_serve() -> bool:
+            return all(judges(*server) for server in servers)
+
+        cluster.run_until(all_serve, "the servers have elected a leader", LIMIT_S)
+        bus.pods[0].lose()
+        cluster.run_until(lambda: 0 in bus.exits, "a pod is lost", LIMIT_S)
+        cluster.run_until(all_serve, "another pod has joined the others", LIMIT_S)
+        peer.pods[1].delete()
+        cluster.run_until(lambda: 1 in peer.exits, "a pod is evicted", LIMIT_S)
+        cluster.run_until(all_serve, "another pod has joined the others", LIMIT_S)
+        places = ",".join(f"{each.pods[index].address}:29500" for each, index in servers)
+        command = [sys.executable, "-c", COMPLETE, f"nats://job-token@{places}/train"]
+        subprocess.run(
+            ["ip", "netns", "exec", bus.pods[0].space, *command],
+            env={**os.environ, "FFT_TOKEN": cluster.token},
+            check=True,
+            timeout=LIMIT_S,
+        )
+        cluster.run_until(lambda: bus.is_complete and peer.is_complete, "they end", LIMIT_S)
+        assert bus.exits[0][1:] == [0] and peer.exits == {0: [0], 1: [75, 0]}, cluster.output()
 
 
 @in_pods
