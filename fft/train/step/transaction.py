@@ -148,11 +148,12 @@ class TransactionLoop:
             DataError: Batches of the loader do not make up such a step.
         """
         slices, global_batch = 0, data.global_batch
-        self.features.use(
-            *[Feature.SHARDED] * (data.sharded is not None),
-            *[Feature.SHARDED_BY_RANK] * (data.sharded == "rank"),
-            *[Feature.GLOBAL_BATCH] * (global_batch is not None),
-        )
+        in_use = {
+            Feature.SHARDED: data.sharded is not None,
+            Feature.SHARDED_BY_RANK: data.sharded == "rank",
+            Feature.GLOBAL_BATCH: global_batch is not None,
+        }
+        self.features.use(*(feature for feature, is_used in in_use.items() if is_used))
         if global_batch is not None:
             if not self._reducers:
                 raise FftError(
