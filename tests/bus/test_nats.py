@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from bus_helpers import LONG_S, NOISE_S, Child, Heard
+from nats_servers import NatsServers
 from nats_trial import TIMEOUT_S, WAIT_S, Trial
 from waiting import wait_until
 
@@ -23,7 +24,6 @@ from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus, 
 from fft.bus.base import RING_MESSAGES
 from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
 from fft.bus.natslink import WrongSequence, parse_url
-from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
 from fft.errors import BusError
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
+from nats_servers import NatsServers
 from specs import table_of
 from waiting import wait_until
 
 from fft.bus import ErrorBus, Subscription, open_bus, serve_tcp
 from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
-from fft.bus.natsserver import NatsServers
 from fft.bus.sealed import SealedBus
 from fft.bus.token import JobToken
 from fft.engine.calls import Buses, Publish
