@@ -195,8 +195,6 @@ class Wiring:
     """URL of the scope's bus, for error messages."""
     has_group_bus: bool = False
     """Whether the ranks of this replica group first vote on a bus of their own."""
-    others: tuple[ScopeReader, ...] = ()
-    """The linked scopes (upstream and downstream stages), whose records this scope waits for."""
     log: logging.Logger = logger
 
 
@@ -208,13 +206,11 @@ class ScopeReader:
 
     Args:
         name: The scope.
-        most: Maximum number of groups that consume data; further groups are spares.
         at: Value of ``Call.at`` that selects the bus of the scope.
     """
 
-    def __init__(self, name: str, most: int | None = None, at: str | None = None) -> None:
+    def __init__(self, name: str, at: str | None = None) -> None:
         self.name = name
-        self._most = most
         self._at = beside(name) if at is None else at
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -234,8 +230,7 @@ class ScopeReader:
                 return None  # the epoch record is still being written
             self._epoch = found
         groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
-        takers = len(groups) if self._most is None else min(len(groups), self._most)
-        return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
+        return ScopeRecord(self.name, record.n, record.cursor, groups)
 
     def read(self) -> Calls[ScopeRecord | None]:
         """Return the position according to the newest record.
@@ -250,7 +245,7 @@ class ScopeReader:
         for group in found.groups:
             if not (yield from self._has_left(group)):
                 return found
-        return replace(found, groups=(), takers=0)
+        return replace(found, groups=())
 
     def _has_left(self, group: str) -> Calls[bool]:
         """Return whether all ranks of a group left without a record, as the last groups may."""
@@ -301,7 +296,8 @@ class EngineCore:
         self.fenced = 0
         self.why_left: LeaveReason | None = None
         self._host, self._slot, self._trace, self._wiring = host, slot, trace, wiring
-        self._others = {other.name: other for other in wiring.others}
+        self._others = {e.scope: ScopeReader(e.scope) for e in participant.config.flow}
+        """The linked scopes (upstream and downstream stages) that this scope waits for."""
         self._now = 0.0
         self._turn: Calls[None] | None = None
         """The generator that handles the current event, suspended while a call is pending."""

@@ -410,7 +410,7 @@ class ScopeRecord:
     """Groups of its epoch, without those that leave with this record; empty also if all have left
     since."""
     takers: Count = 0
-    """Number of these groups that take a slice in each txn, that is, all but spares."""
+    """Only in traces of earlier versions: the number of these groups, without spares."""
     type: Literal["scope_record"] = "scope_record"
 
 

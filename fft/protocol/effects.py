@@ -927,7 +927,7 @@ def suspect_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take over a newer record of another scope. Slices that it has taken stay taken."""
     assert isinstance(event, ScopeRecord)
-    s.elsewhere = tuple(e.after(event) if e.scope == event.scope else e for e in s.elsewhere)
+    s.elsewhere = tuple(e.after(event, c) if e.scope == event.scope else e for e in s.elsewhere)
     return ()
 
 

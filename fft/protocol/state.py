@@ -59,13 +59,13 @@ class Elsewhere:
         """Whether all groups have left the scope, so that it takes no more slices."""
         return self.takers == 0
 
-    def after(self, record: ScopeRecord) -> Elsewhere:
+    def after(self, record: ScopeRecord, c: Config) -> Elsewhere:
         """Return the same scope with a newer record.
 
         A permission is never revoked, not even by a record of more groups than are left.
         """
         new = replace(self, n=record.n, groups=record.groups)
-        further = replace(new, cursor=record.cursor, takers=record.takers)
+        further = replace(new, cursor=record.cursor, takers=c.takers(record.groups))
         is_further = further.has_ended or further.seen.reach >= self.seen.reach
         return further if is_further else new
 
@@ -123,6 +123,11 @@ class Config:
     def index(self) -> int:
         """Position of this participant among ``ranks``."""
         return self.me.rank - self.first_rank
+
+    def takers(self, groups: Collection[object]) -> int:
+        """Return how many of these member groups take slices in each txn; the rest are spares."""
+        most = self.min_groups if self.fixed_with_spares else self.fixed_slices
+        return min(len(groups), most) if most else len(groups)
 
 
 @dataclass(slots=True)
@@ -298,8 +303,7 @@ def contributing(
 ) -> list[GroupEntry]:
     """Return those of ``groups`` that contribute if the groups in ``late`` cannot."""
     able = [g for g in groups if g.group not in late]
-    most = c.min_groups if c.fixed_with_spares else c.fixed_slices
-    return able[:most] if most else able
+    return able[: c.takers(able)]
 
 
 def participants(s: Local, c: Config) -> int:

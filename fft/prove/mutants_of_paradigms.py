@@ -191,7 +191,7 @@ def _newest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Forget what an older record with more groups has allowed."""
     assert isinstance(event, ScopeRecord)
     s.elsewhere = tuple(
-        replace(e, n=event.n, cursor=event.cursor, takers=event.takers, groups=event.groups)
+        replace(e, n=event.n, cursor=event.cursor, takers=len(event.groups), groups=event.groups)
         if e.scope == event.scope
         else e
         for e in s.elsewhere

@@ -30,7 +30,7 @@ class OtherScopes:
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
         """The bounds that a participant begins with."""
         groups = tuple(_GROUPS[: bounds.groups])
-        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups, len(groups)) for e in self.bounds)
+        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups) for e in self.bounds)
         self.groups, self.ends = bounds.groups, bounds.ends
 
     def moves(
@@ -58,7 +58,7 @@ class OtherScopes:
         asked: Set[str],
         inside: Set[str],
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
-        after = record.cursor + record.takers
+        after = record.cursor + len(record.groups)
         # It follows this scope, or leads it by as much as its bound allows.
         reach = cursor + _AHEAD * (len(inside) or self.groups)
         if after > cursor if bound.ahead else record.cursor >= reach:
@@ -66,12 +66,12 @@ class OtherScopes:
         newer = replace(record, n=record.n + 1, cursor=after)
         yield f"{record.scope} commits", newer, True
         if self.ends:
-            yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0), True
+            yield f"{record.scope} commits and ends", replace(newer, groups=()), True
         # a group leaves the scopes in the order of the flow
         gone = {group for group in asked if not bound.ahead or group not in inside}
         stay = tuple(group for group in record.groups if group not in gone)
         if stay != record.groups:
-            left = replace(newer, groups=stay, takers=len(stay))
+            left = replace(newer, groups=stay)
             yield f"{record.scope} commits and is left", left, True
 
     def _is_left(
@@ -82,6 +82,6 @@ class OtherScopes:
         # The number of its groups matters only to a scope that leads it.
         for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
             stay = tuple(other for other in record.groups if other != group)
-            lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
+            lost = replace(record, n=record.n + 1, groups=stay)
             yield f"{record.scope} loses {group}", lost, True
-        yield f"{record.scope} is left", replace(record, groups=(), takers=0), False
+        yield f"{record.scope} is left", replace(record, groups=()), False

@@ -22,7 +22,7 @@ LEADS = (Elsewhere("stage1", 2),)
 
 def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
     """Return a record of ``scope`` with these groups."""
-    return ScopeRecord(scope, n, cursor, groups, len(groups))
+    return ScopeRecord(scope, n, cursor, groups)
 
 
 def job_of(flow: tuple[Elsewhere, ...], *received: ScopeRecord) -> Job:
@@ -243,4 +243,17 @@ def test_a_group_leaves_scopes_in_the_order_of_the_flow() -> None:
     commits = [record for record in job.history if record.kind == "commit"]
     assert [(record.step, record.leavers) for record in commits] == [(1, ()), (2, ("1",))]
     assert commits[1].why_left("1") is LeaveReason.DRAINED
+    assert_sound(job)
+
+
+def test_spares_of_the_next_stage_count_in_no_bound() -> None:
+    """A txn of three groups, one of which is a spare, takes two slices."""
+    job = Job(3, spec=SPEC, flow=LEADS, min_groups=2, fixed_with_spares=True)
+    job.settle()
+    job.scopes["stage1"] = at("stage1", 1, 0, "0", "1", "2")
+    job.step()  # as if the next stage had one group, before it is read
+    job.fire("flow_interval")
+    job.settle()
+    job.step()
+    assert (cursor(job), states(job)) == (4, {"NORMAL.held"})
     assert_sound(job)

@@ -40,9 +40,9 @@ def data_flow(move: Move) -> Iterator[Claim]:
                 lambda start, seen=seen: seen.allows(start[0], record.cursor),
                 needed=False,
             )
-    if isinstance(event := move.event, ScopeRecord):
-        yield Know(("heard", event.scope, event.cursor, event.takers))
+    if isinstance(move.event, ScopeRecord):
         for was, now in zip(move.before.elsewhere, move.after.elsewhere, strict=True):
+            yield Know(("heard", now.scope, now.cursor, now.takers))
             text = f"{move.peer} forgets what scope {now.scope!r} has allowed"
             yield Holds(now.has_ended or now.seen.reach >= was.seen.reach, text)
     if (vote := move.after.vote) is not None and move.entered("voting"):

@@ -336,7 +336,7 @@ class LaterStageSchedule(CheckpointSchedule):
                     yield word.named
             if at != seen:
                 seen, since = at, time.monotonic()
-            has_ended = at is not None and not at.takers
+            has_ended = at is not None and not at.groups
             last = [w for w in announcements_on(self._job.bus)[-1:] if w.is_last]
             if has_ended and all(w.name in self._taken for w in last):
                 return
