@@ -64,7 +64,6 @@ from fft.protocol.flow import (
     is_last,
     may_leave,
     needed_of,
-    seen,
     step_due,
     why_it_leaves,
     why_left,
@@ -538,7 +537,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     if c.bound and leavers >= present and (skip or not commit.is_last) and apart.absent_living(s):
         leavers = frozenset()
     gone = tuple(sorted(leavers & present))
-    more: dict[str, object] = {"change": bool(leavers or joiners(s, c)), "seen": commit.seen}
+    more: dict[str, object] = {"change": bool(leavers or joiners(s, c))}
     if c.bound:
         standing = apart.standing_after(s.epoch, number, after.step, gone)
         more = {"change": True, "standing": standing}
@@ -649,7 +648,7 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    asked = event.last, event.skip, event.digest, event.checkpoint
     s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fft.messages.causes import LeaveReason
-from fft.messages.protocol import Event, Record, Seen, Stop, Vote
+from fft.messages.protocol import Event, Record, Stop, Vote
 from fft.protocol.state import Config, Elsewhere, Local, data_after, participants
 
 
@@ -28,17 +28,12 @@ def step_due(s: Local) -> int:
     return _begun_at(s).step
 
 
-def seen(s: Local) -> tuple[Seen, ...]:
-    """Return the positions of other scopes that this participant's vote reports."""
-    return tuple(e.seen for e in s.elsewhere)
-
-
 def held_for(s: Local, c: Config) -> Elsewhere | None:
     """Return the scope that must take more slices before the current txn is computed, or None."""
     if not s.elsewhere:
         return None
     first, after = slices_due(s, c)
-    return next((e for e in s.elsewhere if not e.seen.allows(first, after)), None)
+    return next((e for e in s.elsewhere if not e.allows(first, after)), None)
 
 
 def needed_of(s: Local, c: Config, other: Elsewhere) -> int:

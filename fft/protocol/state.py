@@ -22,7 +22,6 @@ from fft.messages.protocol import (
     RankEntry,
     Record,
     ScopeRecord,
-    Seen,
     Suspect,
     Token,
     Vote,
@@ -43,21 +42,29 @@ class Elsewhere:
     n: int = 0
     """Number of its newest known record, or 0."""
     cursor: int = 0
+    """All slices before the cursor are taken in it, by committed steps or skips."""
     takers: int = 1
-    """As in ``Seen``, from the record that lets this scope proceed furthest. Before the scope has
-    begun, its minimum."""
+    """Number of groups that take a slice per txn there; 0 if the scope has ended. Like the cursor
+    from the record that lets this scope proceed furthest; before the scope has begun, its
+    minimum."""
     groups: tuple[str, ...] = ()
     """Groups in it by the newest record, without those that leave with that record."""
 
     @property
-    def seen(self) -> Seen:
-        """The position of the scope, as a vote reports it."""
-        return Seen(self.scope, self.cursor, self.ahead, self.takers)
+    def reach(self) -> int:
+        """First slice that a leading scope may not begin a txn at."""
+        return self.cursor + self.ahead * self.takers
 
     @property
     def has_ended(self) -> bool:
         """Whether all groups have left the scope, so that it takes no more slices."""
         return self.takers == 0
+
+    def allows(self, first: int, after: int) -> bool:
+        """Whether this scope may have a txn of the slices ``first`` to ``after - 1``."""
+        if not self.ahead:
+            return after <= self.cursor
+        return not self.takers or first < self.reach
 
     def after(self, record: ScopeRecord, c: Config) -> Elsewhere:
         """Return the same scope with a newer record.
@@ -65,8 +72,8 @@ class Elsewhere:
         A permission is never revoked, not even by a record of more groups than are left.
         """
         new = replace(self, n=record.n, groups=record.groups)
-        further = replace(new, cursor=record.cursor, takers=c.takers(record.groups))
-        is_further = further.has_ended or further.seen.reach >= self.seen.reach
+        further = replace(new, cursor=record.cursor, takers=c.takers(len(record.groups)))
+        is_further = further.has_ended or further.reach >= self.reach
         return further if is_further else new
 
 
@@ -124,10 +131,10 @@ class Config:
         """Position of this participant among ``ranks``."""
         return self.me.rank - self.first_rank
 
-    def takers(self, groups: Collection[object]) -> int:
-        """Return how many of these member groups take slices in each txn; the rest are spares."""
+    def takers(self, groups: int) -> int:
+        """Return how many of so many groups take slices in each txn; the others are spares."""
         most = self.min_groups if self.fixed_with_spares else self.fixed_slices
-        return min(len(groups), most) if most else len(groups)
+        return min(groups, most) if most else groups
 
 
 @dataclass(slots=True)
@@ -303,7 +310,7 @@ def contributing(
 ) -> list[GroupEntry]:
     """Return those of ``groups`` that contribute if the groups in ``late`` cannot."""
     able = [g for g in groups if g.group not in late]
-    return able[: c.takers(able)]
+    return able[: c.takers(len(able))]
 
 
 def participants(s: Local, c: Config) -> int:

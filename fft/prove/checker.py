@@ -200,7 +200,7 @@ class Search:
             known = [
                 e if e.n > at[e.scope].n else e.after(at[e.scope], config) for e in held.elsewhere
             ]
-            return all(e.seen.allows(*due) for e in known)
+            return all(e.allows(*due) for e in known)
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fft.messages.effects import Decide, Effect, Heal
-from fft.messages.protocol import Event, Lease, Record, ScopeRecord, Seen
+from fft.messages.protocol import Event, Lease, Record, ScopeRecord
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.flow import slices_due, step_due
 from fft.protocol.guards import GUARDS
@@ -154,7 +154,7 @@ def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
         first, after = slices_due(s, c)
         wrong = [more if follows == (e.ahead == 0) else 0 for e in s.elsewhere]
         return all(
-            e.seen.allows(first - by, after - by) for e, by in zip(s.elsewhere, wrong, strict=True)
+            e.allows(first - by, after - by) for e, by in zip(s.elsewhere, wrong, strict=True)
         )
 
     return in_flow
@@ -164,7 +164,7 @@ def _by_steps(s: Local, c: Config, event: Event) -> bool:
     """Act as an ``in_flow`` that assumes that a skipped step has taken nothing."""
     groups = participants(s, c)
     first = step_due(s) * groups
-    return all(e.seen.allows(first, first + groups) for e in s.elsewhere)
+    return all(e.allows(first, first + groups) for e in s.elsewhere)
 
 
 def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -203,20 +203,12 @@ def _nothing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-def _votes(**wrong: Callable[[Local, Config], object]) -> Callable[..., Iterable[Effect]]:
-    """Return a ``note_vote`` that puts other values into the vote."""
-
-    def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-        EFFECTS["note_vote"](s, c, event)
-        assert s.vote is not None
-        s.vote = replace(s.vote, **{name: value(s, c) for name, value in wrong.items()})  # type: ignore[arg-type]
-        return ()
-
-    return note_vote
-
-
-def _unnamed(s: Local, record: Record) -> Record:
-    return replace(record, seen=())
+def _leaves_at_once(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Vote to leave without waiting for the scopes that this one follows."""
+    EFFECTS["note_vote"](s, c, event)
+    assert s.vote is not None
+    s.vote = replace(s.vote, leaving=c.me in s.leaving)
+    return ()
 
 
 FLOW: tuple[Mutant, ...] = (
@@ -271,24 +263,6 @@ FLOW: tuple[Mutant, ...] = (
         planted(actions={"note_scope": _newest}),
     ),
     _flowing(
-        "vote_says_more_than_it_saw",
-        "A vote names the slices that it needs, whatever it has seen.",
-        small(stage=1),
-        planted(
-            actions={
-                "note_vote": _votes(
-                    seen=lambda s, c: tuple(Seen(e.scope, 9, e.ahead, 2) for e in s.elsewhere)
-                )
-            }
-        ),
-    ),
-    _flowing(
-        "commit_names_no_bounds",
-        "A commit does not say what its voters have seen of other scopes.",
-        small(stage=1),
-        planted(actions=proposing("propose_commit", _unnamed)),
-    ),
-    _flowing(
         "held_for_ever",
         "Who is held does not read the register of the other scope, and its record was lost.",
         small(groups=1, commits=2, stage=1, lose=1),
@@ -299,7 +273,7 @@ FLOW: tuple[Mutant, ...] = (
         "leaves_before_the_stage_before",
         "A group leaves a scope while it is in one that this scope follows.",
         small(stage=1, drain=1),
-        planted(actions={"note_vote": _votes(leaving=lambda s, c: c.me in s.leaving)}),
+        planted(actions={"note_vote": _leaves_at_once}),
     ),
 )
 
