@@ -59,6 +59,7 @@ from fft.messages.protocol import (
 from fft.protocol import apart
 from fft.protocol.apart import own_lease, standing
 from fft.protocol.flow import (
+    begun_at,
     ended_before,
     held_for,
     is_last,
@@ -628,7 +629,7 @@ def open_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread begin the current txn."""
-    yield _start(s, c, s)
+    yield _start(s, c, begun_at(s))
 
 
 @action

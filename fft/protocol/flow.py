@@ -13,19 +13,24 @@ from fft.messages.protocol import Event, Record, Stop, Vote
 from fft.protocol.state import Config, Elsewhere, Local, data_after, participants
 
 
-def _begun_at(s: Local) -> Local | Record:
+def begun_at(s: Local) -> Local | Record:
+    """Return the position that the current txn begins at.
+
+    The first txn of an epoch begins at that of the epoch's record: a group that still fetches its
+    state has not reached it itself.
+    """
     return s.epoch if s.epoch is not None and s.token.txn == 1 else s
 
 
 def slices_due(s: Local, c: Config) -> tuple[int, int]:
     """Return the first slice of the current txn and the first slice after it."""
-    at = _begun_at(s)
+    at = begun_at(s)
     return at.cursor, data_after(s, c, at).cursor
 
 
 def step_due(s: Local) -> int:
     """Return the number of committed steps before the current txn."""
-    return _begun_at(s).step
+    return begun_at(s).step
 
 
 def held_for(s: Local, c: Config) -> Elsewhere | None:
