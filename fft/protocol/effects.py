@@ -927,14 +927,14 @@ def suspect_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take over a newer record of another scope. Slices that it has taken stay taken."""
     assert isinstance(event, ScopeRecord)
-    s.elsewhere = tuple(e.after(event, c) if e.scope == event.scope else e for e in s.elsewhere)
+    s.others = tuple(e.after(event, c) if e.scope == event.scope else e for e in s.others)
     return ()
 
 
 @action
 def read_scopes(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Read the newest records of the scopes to which this one is bound."""
-    for other in s.elsewhere:
+    for other in s.others:
         yield ReadScope(other.scope)
 
 

@@ -33,7 +33,7 @@ from fft.protocol.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class ScopePosition:
     """Another scope to which the data flow binds this one, as far as it is known here."""
 
     scope: str
@@ -66,7 +66,7 @@ class Elsewhere:
             return after <= self.cursor
         return not self.takers or first < self.reach
 
-    def after(self, record: ScopeRecord, c: Config) -> Elsewhere:
+    def after(self, record: ScopeRecord, c: Config) -> ScopePosition:
         """Return the same scope with a newer record.
 
         A permission is never revoked, not even by a record of more groups than are left.
@@ -103,7 +103,7 @@ class Config:
     """A group keeps its slice of the data from txn to txn, until a COMMIT consumes it."""
     first_rank: int = 0
     """Lowest of the ``world`` rank numbers that each group has in this scope."""
-    flow: tuple[Elsewhere, ...] = ()
+    flow: tuple[ScopePosition, ...] = ()
     """Scopes to which the data flow binds this scope."""
     bound: int = 0
     """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
@@ -180,7 +180,7 @@ class Local:
     reforming: frozenset[str] = frozenset()
     """Groups that get a new process for a lost one; the next epoch waits for them."""
     leaving: frozenset[Peer] = frozenset()
-    elsewhere: tuple[Elsewhere, ...] = ()
+    others: tuple[ScopePosition, ...] = ()
     vote: Vote | None = None
     restoring: Token | None = None
     """The txn of the last rollback that the main thread has not yet reported as restored."""

@@ -198,7 +198,7 @@ class Search:
             config = self.model.participant(step.who, node.inc).config
             due = slices_due(held, config)
             known = [
-                e if e.n > at[e.scope].n else e.after(at[e.scope], config) for e in held.elsewhere
+                e if e.n > at[e.scope].n else e.after(at[e.scope], config) for e in held.others
             ]
             return all(e.allows(*due) for e in known)
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))

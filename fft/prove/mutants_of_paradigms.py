@@ -152,10 +152,8 @@ def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
 
     def in_flow(s: Local, c: Config, event: Event) -> bool:
         first, after = slices_due(s, c)
-        wrong = [more if follows == (e.ahead == 0) else 0 for e in s.elsewhere]
-        return all(
-            e.allows(first - by, after - by) for e, by in zip(s.elsewhere, wrong, strict=True)
-        )
+        wrong = [more if follows == (e.ahead == 0) else 0 for e in s.others]
+        return all(e.allows(first - by, after - by) for e, by in zip(s.others, wrong, strict=True))
 
     return in_flow
 
@@ -164,7 +162,7 @@ def _by_steps(s: Local, c: Config, event: Event) -> bool:
     """Act as an ``in_flow`` that assumes that a skipped step has taken nothing."""
     groups = participants(s, c)
     first = step_due(s) * groups
-    return all(e.allows(first, first + groups) for e in s.elsewhere)
+    return all(e.allows(first, first + groups) for e in s.others)
 
 
 def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -176,25 +174,25 @@ def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def _records_only(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Ignore the message that all groups have left since the newest record of a scope."""
     assert isinstance(event, ScopeRecord)
-    is_new = any(e.scope == event.scope and event.n > e.n for e in s.elsewhere)
+    is_new = any(e.scope == event.scope and event.n > e.n for e in s.others)
     return EFFECTS["note_scope"](s, c, event) if is_new else ()
 
 
 def _one_more(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Count slices that another scope has begun as taken."""
     EFFECTS["note_scope"](s, c, event)
-    s.elsewhere = tuple(replace(e, cursor=e.cursor + 1) for e in s.elsewhere)
+    s.others = tuple(replace(e, cursor=e.cursor + 1) for e in s.others)
     return ()
 
 
 def _newest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Forget what an older record with more groups has allowed."""
     assert isinstance(event, ScopeRecord)
-    s.elsewhere = tuple(
+    s.others = tuple(
         replace(e, n=event.n, cursor=event.cursor, takers=len(event.groups), groups=event.groups)
         if e.scope == event.scope
         else e
-        for e in s.elsewhere
+        for e in s.others
     )
     return ()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fft.messages.protocol import Record, ScopeRecord
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 from fft.prove.bounds import Bounds
 
 _AHEAD = 1
@@ -24,7 +24,7 @@ class OtherScopes:
     """The scopes that the flow of a spec binds one stage to; none if the bounds name no stage."""
 
     def __init__(self, spec: FsmSpec, bounds: Bounds) -> None:
-        bound_to: tuple[Elsewhere, ...] = ()
+        bound_to: tuple[ScopePosition, ...] = ()
         if bounds.stage is not None:
             bound_to = spec.bound_to(spec.stages[bounds.stage])
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
@@ -52,7 +52,7 @@ class OtherScopes:
 
     def _commits(
         self,
-        bound: Elsewhere,
+        bound: ScopePosition,
         record: ScopeRecord,
         cursor: int,
         asked: Set[str],
@@ -75,7 +75,7 @@ class OtherScopes:
             yield f"{record.scope} commits and is left", left, True
 
     def _is_left(
-        self, bound: Elsewhere, record: ScopeRecord
+        self, bound: ScopePosition, record: ScopeRecord
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
         """Yield departures without a commit: of a lost group, or of all groups (without a
         record)."""

@@ -8,7 +8,7 @@ from fft.messages.effects import Finish, StartTxn
 from fft.messages.protocol import Peer, Record
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.invariants.facts import Numbers
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 from fft.trace.format import RUNS
 from fft.trace.inputs import Given
 
@@ -22,7 +22,7 @@ class Flow:
     """
 
     def __init__(
-        self, scope: str, flow: Sequence[Elsewhere], takers: Callable[[int], int] = lambda n: n
+        self, scope: str, flow: Sequence[ScopePosition], takers: Callable[[int], int] = lambda n: n
     ) -> None:
         self.scope = scope
         self.bounds = {other.scope: other.ahead for other in flow}
@@ -36,10 +36,10 @@ class Flow:
         """Number of groups that take one slice each → the furthest cursor: all slices before it
         were taken. A scope that has not begun has an entry too, because it will have at least one
         group."""
-        self.relied: dict[str, tuple[Elsewhere, str]] = {}
+        self.relied: dict[str, tuple[ScopePosition, str]] = {}
         """Other scope → its furthest position that a committed txn relied on, and the place of
         that commit."""
-        self._begun: dict[Peer, tuple[Elsewhere, ...]] = {}
+        self._begun: dict[Peer, tuple[ScopePosition, ...]] = {}
         """The positions that participants knew as they began their txns."""
         self._commits = Numbers(RUNS)
         self._members: dict[int, int] = {}
@@ -60,7 +60,7 @@ class Flow:
         order."""
         for effect in move.out.effects:
             if isinstance(effect, StartTxn):
-                self._begun[move.peer] = move.after.elsewhere
+                self._begun[move.peer] = move.after.others
             elif isinstance(effect, Finish) and effect.error is None:
                 self._left.add(move.peer)
         if move.obeyed == "commit":
@@ -88,7 +88,7 @@ class Flow:
         """Number of commits of the scope."""
         return len(self._commits)
 
-    def has_come_to(self, relied: Elsewhere) -> bool:
+    def has_come_to(self, relied: ScopePosition) -> bool:
         """Whether a record of this scope allows the position that another scope has relied on."""
         if relied.has_ended:
             return 0 in self.furthest or self._newest[1] <= self._left
@@ -161,6 +161,6 @@ def _judge_entries(found: Finding, flow: Flow, other: Flow) -> None:
             found.expect(any((version, number) in runs for runs in there), text, trace)
 
 
-def _more(other: Elsewhere, than: Elsewhere) -> bool:
+def _more(other: ScopePosition, than: ScopePosition) -> bool:
     """Whether ``other`` is further than ``than``."""
     return (other.has_ended, other.reach) > (than.has_ended, than.reach)

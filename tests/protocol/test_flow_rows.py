@@ -12,12 +12,12 @@ from fft.messages.effects import Finish
 from fft.messages.protocol import ScopeRecord
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 
 SPEC = load_spec("pipeline_ahead")
 BOTH = ("0", "1")
-FOLLOWS = (Elsewhere("stage0", 0),)
-LEADS = (Elsewhere("stage1", 2),)
+FOLLOWS = (ScopePosition("stage0", 0),)
+LEADS = (ScopePosition("stage1", 2),)
 
 
 def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
@@ -25,7 +25,7 @@ def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
     return ScopeRecord(scope, n, cursor, groups)
 
 
-def job_of(flow: tuple[Elsewhere, ...], *received: ScopeRecord) -> Job:
+def job_of(flow: tuple[ScopePosition, ...], *received: ScopeRecord) -> Job:
     """Return a job of two groups whose first epoch has formed."""
     job = Job(2, spec=SPEC, flow=flow)
     job.settle()
@@ -90,7 +90,7 @@ def test_leader_is_held_at_its_bound() -> None:
 
 
 @pytest.mark.parametrize("flow", [FOLLOWS, LEADS])
-def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
+def test_a_skipped_step_counts_in_the_flow(flow: tuple[ScopePosition, ...]) -> None:
     """It takes its slices, and its entries are given and taken as those of a step."""
     job = job_of(flow, at("stage1", 1, 0, *BOTH), at("stage0", 2, 4, *BOTH))
     skip(job)
@@ -133,7 +133,7 @@ def test_flow_bound_counts_txns_of_the_next_stage_without_withdrawal() -> None:
 def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
     """The earlier stage may begin as long as the next one lacks the slices for one txn."""
     groups = tuple("0123")
-    leads = job_of((Elsewhere("stage1", 1),), at("stage1", 1, left, *groups))
+    leads = job_of((ScopePosition("stage1", 1),), at("stage1", 1, left, *groups))
     while states(leads) == {"NORMAL.computing"}:
         leads.step()
     assert cursor(leads) >= left + len(groups)
@@ -152,7 +152,7 @@ def test_missed_record_is_read_from_the_register() -> None:
 def test_an_older_record_changes_nothing() -> None:
     job = job_of(FOLLOWS, at("stage0", 5, 6, *BOTH))
     hear(job, at("stage0", 4, 4, *BOTH), at("stage9", 9, 9, *BOTH))
-    assert {node.local.elsewhere[0].cursor for node in job.live()} == {6}
+    assert {node.local.others[0].cursor for node in job.live()} == {6}
 
 
 def test_waiting_for_a_stalled_scope_times_out() -> None:

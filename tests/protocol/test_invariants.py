@@ -46,7 +46,7 @@ from fft.protocol.invariants import (
     judge,
 )
 from fft.protocol.roles import Role
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 
 A, B = Peer("0", 0, 1), Peer("1", 0, 1)
 STRANGER = Peer("9", 0, 1)
@@ -664,7 +664,7 @@ def one_was_never_in_the_barrier(h: History) -> None:
 
 @breaks("data_flow", f"{A} computes slices 0 to 1, with 'other' at slice 0, which it follows")
 def a_txn_takes_slices_that_another_scope_has_not_taken(h: History) -> str:
-    return change(h, A, leaves_the_barrier, after(elsewhere=(Elsewhere("other", 0),)))
+    return change(h, A, leaves_the_barrier, after(others=(ScopePosition("other", 0),)))
 
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")

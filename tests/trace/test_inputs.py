@@ -19,7 +19,7 @@ from jobs import Job
 from fft.messages.protocol import ScopeRecord
 from fft.protocol.invariants import Finding
 from fft.protocol.load import load_spec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.run import run_seed
 from fft.trace import audit
@@ -338,13 +338,13 @@ def test_positions_in_votes_and_records_of_earlier_versions_are_read(ahead: Path
 @pytest.mark.parametrize(
     ("flow", "cursor", "reached"),
     [
-        (Elsewhere("stage0", 0), 3, [False, True, True]),
-        (Elsewhere("stage1", 2), 3, [False, True, True]),
-        (Elsewhere("stage1", 2), 0, [True, True, True]),
+        (ScopePosition("stage0", 0), 3, [False, True, True]),
+        (ScopePosition("stage1", 2), 3, [False, True, True]),
+        (ScopePosition("stage1", 2), 0, [True, True, True]),
     ],
 )
 def test_scope_must_have_come_to_the_position_that_a_txn_relied_on(
-    flow: Elsewhere, cursor: int, reached: list[bool]
+    flow: ScopePosition, cursor: int, reached: list[bool]
 ) -> None:
     """The other scope has two groups, and has taken 2, 3 or 4 slices."""
     job = Job(2, spec=load_spec("pipeline_ahead"), flow=(flow,))
@@ -358,7 +358,7 @@ def test_scope_must_have_come_to_the_position_that_a_txn_relied_on(
     for move in job.record.all():
         mine.move(move)
     for taken in (2, 3, 4):
-        other = Flow(flow.scope, (Elsewhere("mine", 2 - flow.ahead),))
+        other = Flow(flow.scope, (ScopePosition("mine", 2 - flow.ahead),))
         other.take(job.history[0])
         other.take(replace(job.history[1], cursor=taken))
         found.append(judge_flow([mine, other]).violation is None)

@@ -8,7 +8,7 @@ from fft.messages.effects import StartTxn
 from fft.messages.protocol import ScopeRecord
 from fft.protocol.flow import data_end
 from fft.protocol.invariants.claims import Claim, Holds, Move
-from fft.protocol.state import Elsewhere, members
+from fft.protocol.state import ScopePosition, members
 
 
 def data_flow(move: Move) -> Iterator[Claim]:
@@ -20,16 +20,16 @@ def data_flow(move: Move) -> Iterator[Claim]:
     for effect in move.out.effects:
         if isinstance(effect, StartTxn):
             first, after = effect.cursor, effect.next_cursor
-            for other in move.after.elsewhere:
+            for other in move.after.others:
                 text = f"{move.peer} computes slices {first} to {after - 1}, {_bound(other)}"
                 yield Holds(other.allows(first, after), text)
     if isinstance(move.event, ScopeRecord):
-        for was, now in zip(move.before.elsewhere, move.after.elsewhere, strict=True):
+        for was, now in zip(move.before.others, move.after.others, strict=True):
             text = f"{move.peer} forgets what scope {now.scope!r} has allowed"
             yield Holds(now.has_ended or now.reach >= was.reach, text)
     if (vote := move.after.vote) is not None and move.entered("voting"):
         text = f"{move.peer} leaves before its group has left the scopes that this one follows"
-        before = [e for e in move.after.elsewhere if e.ahead == 0]
+        before = [e for e in move.after.others if e.ahead == 0]
         is_in = any(move.peer.group in e.groups for e in before)
         yield Holds(not (vote.leaving and is_in), text)
         asked = move.peer in move.after.leaving
@@ -38,7 +38,7 @@ def data_flow(move: Move) -> Iterator[Claim]:
         yield Holds(asked or ends or not vote.leaving, text)
 
 
-def _bound(other: Elsewhere) -> str:
+def _bound(other: ScopePosition) -> str:
     told = f"with {other.scope!r} at slice {other.cursor}"
     if not other.ahead:
         return f"{told}, which it follows"
