@@ -664,7 +664,21 @@ def one_was_never_in_the_barrier(h: History) -> None:
 
 @breaks("data_flow", f"{A} computes slices 0 to 1, with 'other' at slice 0, which it follows")
 def a_txn_takes_slices_that_another_scope_has_not_taken(h: History) -> str:
-    return change(h, A, leaves_the_barrier, after(others=(ScopePosition("other", 0),)))
+    others = (ScopePosition("other", 0),)
+
+    def follows(m: Move) -> Move:
+        return replace(after(others=others)(m), before=replace(m.before, others=others))
+
+    return change(h, A, leaves_the_barrier, follows)
+
+
+@breaks("data_flow", f"{A} knows of no record with 'other' at slice 5, which it follows")
+def a_position_changes_without_a_record(h: History) -> str:
+    def follows(m: Move) -> Move:
+        was = replace(m.before, others=(ScopePosition("other", 0),))
+        return replace(after(others=(ScopePosition("other", 0, cursor=5),))(m), before=was)
+
+    return change(h, A, leaves_the_barrier, follows)
 
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")

@@ -23,8 +23,13 @@ def data_flow(move: Move) -> Iterator[Claim]:
             for other in move.after.others:
                 text = f"{move.peer} computes slices {first} to {after - 1}, {_bound(other)}"
                 yield Holds(other.allows(first, after), text)
-    if isinstance(move.event, ScopeRecord):
+    if move.after.others != move.before.others:
+        event = move.event
         for was, now in zip(move.before.others, move.after.others, strict=True):
+            is_known = (now.cursor, now.takers) == (was.cursor, was.takers)
+            if isinstance(event, ScopeRecord) and event.scope == now.scope:
+                is_known |= now.cursor == event.cursor and now.takers <= len(event.groups)
+            yield Holds(is_known, f"{move.peer} knows of no record {_bound(now)}")
             text = f"{move.peer} forgets what scope {now.scope!r} has allowed"
             yield Holds(now.has_ended or now.reach >= was.reach, text)
     if (vote := move.after.vote) is not None and move.entered("voting"):
