@@ -449,6 +449,8 @@ class EngineCore:
             self._host.decided(event.record)
             self._ballots.decided(event.record)
             yield from self._records.clean_up(event.record)
+        elif isinstance(event, Timer) and event.name == "bus_retry":
+            yield from self._records.publish_epoch()
 
     # --- used by the components of the core ---
 
@@ -588,6 +590,8 @@ class _Records:
         self._wire = Wire()
         self._epoch: Record | None = None
         """The newest epoch record seen."""
+        self._unpublished: Record | None = None
+        """This rank's epoch record, if the bus failed while it was published."""
         self._announced: Record | None = None
         """The newest own commit record that the bus announced together with the decision."""
         self._witness = Witness()
@@ -727,20 +731,28 @@ class _Records:
             before = frozenset() if self._epoch is None else self._epoch.peer_set
             self._gone = (self._gone | before) - record.peer_set
             self._epoch = record
-            if record.by == self._me:
-                yield from self._clean_up_bus([Write(EPOCH, self._wire.pack(record))])
+            self._unpublished = record if record.by == self._me else None
+            yield from self.publish_epoch()
         elif record.kind == "commit" and self._gone:
             gone = sorted(self._gone)[:_REMOVALS]
             self._gone.difference_update(gone)
             if self._epoch is not None and self._epoch.by == self._me:
                 yield from self._clean_up_bus([Delete(inbox_name(peer)) for peer in gone])
 
-    def _clean_up_bus(self, calls: Iterable[Call]) -> Calls[None]:
+    def publish_epoch(self) -> Calls[None]:
+        """Publish this rank's epoch record for observers, unless that has been done."""
+        record = self._unpublished
+        if record and (yield from self._clean_up_bus([Write(EPOCH, self._wire.pack(record))])):
+            self._unpublished = None
+
+    def _clean_up_bus(self, calls: Iterable[Call]) -> Calls[bool]:
         try:
             for call in calls:  # noqa: UP028  (a list cannot receive replies)
                 yield call
         except BusError as error:
             self._core.answer(self.failed("cleanup", error))
+            return False
+        return True
 
 
 class _Ballots:

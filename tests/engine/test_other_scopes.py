@@ -6,11 +6,13 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from jobs import Job
 
 from fft.bus import ErrorBus, open_bus
 from fft.bus.base import HEAD
-from fft.engine.calls import Buses, Write
+from fft.engine.calls import Buses, Call, Write
 from fft.engine.other_scopes import OtherScope
+from fft.errors import BusError
 from fft.messages.protocol import GroupEntry, Peer, RankEntry, Record, ScopeRecord
 from fft.messages.wire import EPOCH, Wire, encode_register, left_name, list_name
 
@@ -53,3 +55,25 @@ def test_a_scope_has_ended_when_all_of_its_groups_have_left(bus: ErrorBus) -> No
     assert other.read() == stands
     leave(bus, B)
     assert other.read() == ScopeRecord("stage0", 2, 2, ())
+
+
+class EpochLost(Job):
+    """A job on a bus that fails while the first epoch is published for observers."""
+
+    failures = 1
+
+    def _perform(self, call: Call) -> object:
+        if isinstance(call, Write) and call.key == EPOCH and self.failures:
+            self.failures -= 1
+            raise BusError("no answer")
+        return super()._perform(call)
+
+
+def test_epoch_is_published_again_after_the_bus_failed() -> None:
+    """Without it a stage that starts later cannot read the position of this one."""
+    job = EpochLost(2).until_running()
+    job.step()
+    assert EPOCH not in job.registers
+    job.fire("bus_retry")
+    job.settle()
+    assert job.registers[EPOCH] == Wire().pack(job.history[0])
