@@ -17,7 +17,7 @@ from specs import table_of
 
 from fft.bus.base import HEAD
 from fft.engine.calls import Call, Cast, CompareSet, Delete, Publish, Read, Send, Write, beside
-from fft.engine.core import Command, EngineCore, ScopeReader, Wiring
+from fft.engine.core import Command, EngineCore, Wiring
 from fft.errors import BusError
 from fft.messages.causes import CauseCode
 from fft.messages.commands import Answer
@@ -68,8 +68,7 @@ class Node(InertHost):
 
     def __init__(self, cluster: Cluster, participant: Participant, local: Local) -> None:
         self._cluster = cluster
-        others = tuple(ScopeReader(bound.scope) for bound in participant.config.flow)
-        wiring = Wiring(others=others, log=_SILENT)
+        wiring = Wiring(log=_SILENT)
         self.core = EngineCore(participant, local, self, self, self, wiring)
         self.alive = True
         self.inbox: deque[Event] = deque()

@@ -195,8 +195,6 @@ class Wiring:
     """URL of the scope's bus, for error messages."""
     has_group_bus: bool = False
     """Whether the ranks of this replica group first vote on a bus of their own."""
-    others: tuple[ScopeReader, ...] = ()
-    """The linked scopes (upstream and downstream stages), whose records this scope waits for."""
     log: logging.Logger = logger
 
 
@@ -208,13 +206,11 @@ class ScopeReader:
 
     Args:
         name: The scope.
-        most: Maximum number of groups that consume data; further groups are spares.
         at: Value of ``Call.at`` that selects the bus of the scope.
     """
 
-    def __init__(self, name: str, most: int | None = None, at: str | None = None) -> None:
+    def __init__(self, name: str, at: str | None = None) -> None:
         self.name = name
-        self._most = most
         self._at = beside(name) if at is None else at
         self._wire = Wire()
         self._epoch: Record | None = None
@@ -234,8 +230,7 @@ class ScopeReader:
                 return None  # the epoch record is still being written
             self._epoch = found
         groups = tuple(g.group for g in self._epoch.members if g.group not in record.leavers)
-        takers = len(groups) if self._most is None else min(len(groups), self._most)
-        return ScopeRecord(self.name, record.n, record.cursor, groups, takers)
+        return ScopeRecord(self.name, record.n, record.cursor, groups)
 
     def read(self) -> Calls[ScopeRecord | None]:
         """Return the position according to the newest record.
@@ -250,7 +245,7 @@ class ScopeReader:
         for group in found.groups:
             if not (yield from self._has_left(group)):
                 return found
-        return replace(found, groups=(), takers=0)
+        return replace(found, groups=())
 
     def _has_left(self, group: str) -> Calls[bool]:
         """Return whether all ranks of a group left without a record, as the last groups may."""
@@ -301,7 +296,8 @@ class EngineCore:
         self.fenced = 0
         self.why_left: LeaveReason | None = None
         self._host, self._slot, self._trace, self._wiring = host, slot, trace, wiring
-        self._others = {other.name: other for other in wiring.others}
+        self._others = {e.scope: ScopeReader(e.scope) for e in participant.config.flow}
+        """The linked scopes (upstream and downstream stages) that this scope waits for."""
         self._now = 0.0
         self._turn: Calls[None] | None = None
         """The generator that handles the current event, suspended while a call is pending."""
@@ -455,6 +451,8 @@ class EngineCore:
             self._host.decided(event.record)
             self._ballots.decided(event.record)
             yield from self._records.clean_up(event.record)
+        elif isinstance(event, Timer) and event.name == "bus_retry":
+            yield from self._records.publish_epoch()
 
     # --- used by the components of the core ---
 
@@ -593,6 +591,8 @@ class _Records:
         self._wire = Wire()
         self._epoch: Record | None = None
         """The newest epoch record seen."""
+        self._unpublished: Record | None = None
+        """This rank's epoch record, if the bus failed while it was published."""
         self._announced: Record | None = None
         """The newest own commit record that the bus announced together with the decision."""
         self._witness = Witness()
@@ -732,20 +732,28 @@ class _Records:
             before = frozenset() if self._epoch is None else self._epoch.peer_set
             self._gone = (self._gone | before) - record.peer_set
             self._epoch = record
-            if record.by == self._me:
-                yield from self._clean_up_bus([Write(EPOCH, self._wire.pack(record))])
+            self._unpublished = record if record.by == self._me else None
+            yield from self.publish_epoch()
         elif record.kind == "commit" and self._gone:
             gone = sorted(self._gone)[:_REMOVALS]
             self._gone.difference_update(gone)
             if self._epoch is not None and self._epoch.by == self._me:
                 yield from self._clean_up_bus([Delete(inbox_name(peer)) for peer in gone])
 
-    def _clean_up_bus(self, calls: Iterable[Call]) -> Calls[None]:
+    def publish_epoch(self) -> Calls[None]:
+        """Publish this rank's epoch record for observers, unless that has been done."""
+        record = self._unpublished
+        if record and (yield from self._clean_up_bus([Write(EPOCH, self._wire.pack(record))])):
+            self._unpublished = None
+
+    def _clean_up_bus(self, calls: Iterable[Call]) -> Calls[bool]:
         try:
             for call in calls:  # noqa: UP028  (a list cannot receive replies)
                 yield call
         except BusError as error:
             self._core.answer(self.failed("cleanup", error))
+            return False
+        return True
 
 
 class _Ballots:

@@ -19,7 +19,7 @@ from functools import partial
 from fft.bus.base import ErrorBus, Refusal, Subscription
 from fft.bus.resubscribing import ResubscribingListener
 from fft.engine.calls import GROUP, Buses, Call
-from fft.engine.core import SILENCE_S, Close, EngineCore, Posted, ScopeReader, Wiring
+from fft.engine.core import SILENCE_S, Close, EngineCore, Posted, Wiring
 from fft.engine.core import Command as Command
 from fft.engine.core import Host as Host
 from fft.engine.other_scopes import OtherScope
@@ -81,8 +81,7 @@ class Engine:
         self._others = tuple(others)
         for other in self._others:
             buses.add(other.name, other.bus)
-        readers = tuple(ScopeReader(other.name, other.most) for other in self._others)
-        wiring = Wiring(self.bus.url, others=readers)
+        wiring = Wiring(self.bus.url)
         self._core = EngineCore(participant, local, host, self, trace, wiring)
         self._events: queue.SimpleQueue[Posted | ErrorBus] = queue.SimpleQueue()
         self._slot: Command | None = None

@@ -18,14 +18,12 @@ class OtherScope:
     Args:
         name: The scope.
         bus: The bus of the scope.
-        most: Maximum number of groups that consume data; further groups are spares.
     """
 
-    def __init__(self, name: str, bus: ErrorBus, most: int | None = None) -> None:
+    def __init__(self, name: str, bus: ErrorBus) -> None:
         self.name = name
         self.bus = bus
-        self._reader = ScopeReader(name, most, SCOPE)
-        self.most = most
+        self._reader = ScopeReader(name, SCOPE)
 
     def listen(self, put: Callable[[ScopeAnnouncement], None], who: str) -> Subscription:
         """Subscribe to the records of the scope. Raises ``BusError``."""

@@ -119,26 +119,3 @@ class Standing(NamedTuple):
     since: Count
     """Number of the record that made it a member last, or that ended its membership with a COMMIT;
     messages that it sent before that record are void."""
-
-
-class Seen(NamedTuple):
-    """A voter's knowledge of another scope, and how far its own scope may be ahead of it."""
-
-    scope: Name
-    cursor: Count
-    """All slices before the cursor are taken in that scope by committed steps or skips."""
-    ahead: Count
-    """Number of txns that the voter's scope may be ahead; 0 if it follows the other scope."""
-    takers: Count
-    """Number of groups that take a slice per txn there; 0 if the scope has ended."""
-
-    @property
-    def reach(self) -> int:
-        """First slice that a leading scope may not begin a txn at."""
-        return self.cursor + self.ahead * self.takers
-
-    def allows(self, first: int, after: int) -> bool:
-        """Whether the voter's scope may have a txn of the slices ``first`` to ``after - 1``."""
-        if not self.ahead:
-            return after <= self.cursor
-        return not self.takers or first < self.reach

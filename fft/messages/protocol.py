@@ -26,7 +26,6 @@ from fft.messages.identities import Name as Name
 from fft.messages.identities import Peer as Peer
 from fft.messages.identities import RankEntry as RankEntry
 from fft.messages.identities import Rule as Rule
-from fft.messages.identities import Seen as Seen
 from fft.messages.identities import Standing as Standing
 from fft.messages.identities import Text as Text
 from fft.messages.identities import Token as Token
@@ -105,13 +104,13 @@ class Vote:
     digest: str | None = None
     """Digest of the voter's state, if taken: of parameters and optimizer state at the start of the
     txn, or in the first txns with a joiner, at the vote, of all that is equal on all groups."""
-    seen: tuple[Seen, ...] = ()
-    """Positions of the scopes that the data flow binds the voter's scope to."""
     checkpoint: bool = False
     """The voter asks for a durable checkpoint of the state after this txn."""
+    seen: tuple[tuple[Name, Count, Count, Count], ...] = ()
+    """Only in traces of earlier versions, as in records: the positions of other scopes."""
 
 
-content_of = attrgetter("manifest", "leaving", "last", "skip", "digest", "seen", "checkpoint")
+content_of = attrgetter("manifest", "leaving", "last", "skip", "digest", "checkpoint")
 """Returns the fields of a vote except its voter, in their order."""
 
 
@@ -196,8 +195,8 @@ class Record:
     """Leases held after this record, by slice; empty in a paradigm without leases."""
     returned: tuple[Count, ...] = ()
     """Slices whose holders were lost before consuming them, in order; granted first."""
-    seen: tuple[Seen, ...] = ()
-    """Positions that the voters know of the scopes that theirs is bound to; commit records only."""
+    seen: tuple[tuple[Name, Count, Count, Count], ...] = ()
+    """Only in traces of earlier versions."""
     checkpoint: Count = 0
     """Number ``n`` of the newest commit up to this record whose votes asked for a durable
     checkpoint, or 0."""
@@ -409,7 +408,7 @@ class ScopeRecord:
     """Groups of its epoch, without those that leave with this record; empty also if all have left
     since."""
     takers: Count = 0
-    """Number of these groups that take a slice in each txn, that is, all but spares."""
+    """Only in traces of earlier versions: the number of these groups, without spares."""
     type: Literal["scope_record"] = "scope_record"
 
 

@@ -33,7 +33,6 @@ from fft.messages.protocol import (
     Manifest,
     Peer,
     Record,
-    Seen,
     UnreadableMessage,
     Vote,
     content_of,
@@ -82,7 +81,6 @@ class _Ballots:
     last: bool = False
     skip: bool = False
     digest: str | None = None
-    seen: tuple[Seen, ...] = ()
     checkpoint: bool = False
 
 

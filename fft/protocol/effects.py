@@ -59,12 +59,12 @@ from fft.messages.protocol import (
 from fft.protocol import apart
 from fft.protocol.apart import own_lease, standing
 from fft.protocol.flow import (
+    begun_at,
     ended_before,
     held_for,
     is_last,
     may_leave,
     needed_of,
-    seen,
     step_due,
     why_it_leaves,
     why_left,
@@ -538,7 +538,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     if c.bound and leavers >= present and (skip or not commit.is_last) and apart.absent_living(s):
         leavers = frozenset()
     gone = tuple(sorted(leavers & present))
-    more: dict[str, object] = {"change": bool(leavers or joiners(s, c)), "seen": commit.seen}
+    more: dict[str, object] = {"change": bool(leavers or joiners(s, c))}
     if c.bound:
         standing = apart.standing_after(s.epoch, number, after.step, gone)
         more = {"change": True, "standing": standing}
@@ -629,7 +629,7 @@ def open_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 @action
 def start_txn(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Have the main thread begin the current txn."""
-    yield _start(s, c, s)
+    yield _start(s, c, begun_at(s))
 
 
 @action
@@ -649,7 +649,7 @@ def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     assert isinstance(event, Prepared)
     s.edits = event.edited
     leaves = (c.me in s.leaving and may_leave(s, c.me.group)) or is_last(s, c)
-    asked = event.last, event.skip, event.digest, seen(s), event.checkpoint
+    asked = event.last, event.skip, event.digest, event.checkpoint
     s.vote = Vote(c.me, event.manifest, leaves, *asked)
     return ()
 
@@ -927,14 +927,14 @@ def suspect_awaited(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def note_scope(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Take over a newer record of another scope. Slices that it has taken stay taken."""
     assert isinstance(event, ScopeRecord)
-    s.elsewhere = tuple(e.after(event) if e.scope == event.scope else e for e in s.elsewhere)
+    s.others = tuple(e.after(event, c) if e.scope == event.scope else e for e in s.others)
     return ()
 
 
 @action
 def read_scopes(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Read the newest records of the scopes to which this one is bound."""
-    for other in s.elsewhere:
+    for other in s.others:
         yield ReadScope(other.scope)
 
 

@@ -9,45 +9,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fft.messages.causes import LeaveReason
-from fft.messages.protocol import Event, Record, Seen, Stop, Vote
-from fft.protocol.state import Config, Elsewhere, Local, data_after, participants
+from fft.messages.protocol import Event, Record, Stop, Vote
+from fft.protocol.state import Config, Local, ScopePosition, data_after, participants
 
 
-def _begun_at(s: Local) -> Local | Record:
+def begun_at(s: Local) -> Local | Record:
+    """Return the position that the current txn begins at.
+
+    The first txn of an epoch begins at that of the epoch's record: a group that still fetches its
+    state has not reached it itself.
+    """
     return s.epoch if s.epoch is not None and s.token.txn == 1 else s
 
 
 def slices_due(s: Local, c: Config) -> tuple[int, int]:
     """Return the first slice of the current txn and the first slice after it."""
-    at = _begun_at(s)
+    at = begun_at(s)
     return at.cursor, data_after(s, c, at).cursor
 
 
 def step_due(s: Local) -> int:
     """Return the number of committed steps before the current txn."""
-    return _begun_at(s).step
+    return begun_at(s).step
 
 
-def seen(s: Local) -> tuple[Seen, ...]:
-    """Return the positions of other scopes that this participant's vote reports."""
-    return tuple(e.seen for e in s.elsewhere)
-
-
-def held_for(s: Local, c: Config) -> Elsewhere | None:
+def held_for(s: Local, c: Config) -> ScopePosition | None:
     """Return the scope that must take more slices before the current txn is computed, or None."""
-    if not s.elsewhere:
+    if not s.others:
         return None
     first, after = slices_due(s, c)
-    return next((e for e in s.elsewhere if not e.seen.allows(first, after)), None)
+    return next((e for e in s.others if not e.allows(first, after)), None)
 
 
-def needed_of(s: Local, c: Config, other: Elsewhere) -> int:
+def needed_of(s: Local, c: Config, other: ScopePosition) -> int:
     """Return how many slices ``other`` must have taken before the current txn may be computed."""
     first, after = slices_due(s, c)
     return after if not other.ahead else first + 1 - other.ahead * other.takers
 
 
-def ended_before(s: Local, c: Config) -> Elsewhere | None:
+def ended_before(s: Local, c: Config) -> ScopePosition | None:
     """Return the scope that holds back the current txn if all groups have left it, else None."""
     other = held_for(s, c)
     return other if other is not None and other.has_ended else None
@@ -60,12 +60,12 @@ def data_end(s: Local, cursor: int, groups: int) -> bool:
         cursor: The first slice of that txn.
         groups: The number of slices that it needs.
     """
-    return any(e.has_ended and cursor + groups > e.cursor for e in s.elsewhere if not e.ahead)
+    return any(e.has_ended and cursor + groups > e.cursor for e in s.others if not e.ahead)
 
 
 def is_last(s: Local, c: Config) -> bool:
     """Return whether no txn can follow the current one, because a followed scope has ended."""
-    return bool(s.elsewhere) and data_end(s, slices_due(s, c)[1], participants(s, c))
+    return bool(s.others) and data_end(s, slices_due(s, c)[1], participants(s, c))
 
 
 def has_left_well(s: Local) -> bool:
@@ -79,7 +79,7 @@ def may_leave(s: Local, group: str) -> bool:
     A group leaves scopes in the order of the flow, because a scope that it follows may need steps
     of this one before it can commit its last step.
     """
-    return not any(group in e.groups for e in s.elsewhere if e.ahead == 0)
+    return not any(group in e.groups for e in s.others if e.ahead == 0)
 
 
 def why_left(s: Local, c: Config, votes: Sequence[Vote], group: str) -> LeaveReason:

@@ -675,12 +675,6 @@ def in_flow(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
-def in_first_txn(s: Local, c: Config, event: Event) -> bool:
-    """The current txn is the first one of its epoch."""
-    return s.token.txn == 1
-
-
-@guard
 def flow_has_ended(s: Local, c: Config, event: Event) -> bool:
     """All groups have left the scope that the current txn waits for, so it takes no more slices."""
     return ended_before(s, c) is not None

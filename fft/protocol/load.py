@@ -1,11 +1,11 @@
-"""Merges a spec from its files: ``include``, differences, and renamed effects.
+"""Merges a spec from its files: ``include``, differences, and renamed effects and targets.
 
 Reading files is its only side effect. A file with ``include: [part, …]`` is laid over the parts
 that it names. Their paths are relative to the file, else to FFT's own specs. Mappings are merged
 key by key, any other value replaces that of the parts, and a key without a value removes the part's
-key. Two parts of one list must not set the same key. ``instead: {effect: other}`` replaces an
-effect wherever the parts name it. Nodes keep their marks, so an error names file and line of the
-part.
+key. Two parts of one list must not set the same key. ``instead: {name: other}`` replaces an
+effect or a row's target state wherever the parts name it. Nodes keep their marks, so an error names
+file and line of the part.
 """
 
 from __future__ import annotations
@@ -221,27 +221,29 @@ def _difference(old: Pair, new: Pair) -> Pair | None:
 def _rename(node: yaml.MappingNode, instead: yaml.Node) -> None:
     others: Mapping[str, str] = values_of(instead)
     if not isinstance(others, dict) or not all(isinstance(o, str) for o in others.values()):
-        raise ConfigError(f"{_at(instead.start_mark)}: instead: write effect: other effect")
+        raise ConfigError(
+            f"{_at(instead.start_mark)}: instead: write effect or state: the other one"
+        )
     used: set[str] = set()
-    _rename_effects(node, others, used, False)
+    _rename_in_rows(node, others, used, False)
     for sequences in (value for key, value in node.value if key.value == "sequences"):
         for _, parts in sequences.value:
-            _rename_effects(parts, others, used, True)
+            _rename_in_rows(parts, others, used, True)
     if unused := sorted(set(others) - used):
         at = place_of(instead, (unused[0],))
-        raise ConfigError(f"{at}: no included row has the effect {unused[0]!r}")
+        raise ConfigError(f"{at}: no included row has the effect or target {unused[0]!r}")
 
 
-def _rename_effects(
-    node: yaml.Node, others: Mapping[str, str], used: set[str], are_effects: bool
+def _rename_in_rows(
+    node: yaml.Node, others: Mapping[str, str], used: set[str], is_named: bool
 ) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            _rename_effects(value, others, used, key.value == "effects")
+            _rename_in_rows(value, others, used, key.value in ("effects", "to"))
     elif isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _rename_effects(child, others, used, are_effects)
-    elif are_effects and node.value in others:
+            _rename_in_rows(child, others, used, is_named)
+    elif is_named and node.value in others:
         used.add(node.value)
         node.value = others[node.value]
 
@@ -341,7 +343,7 @@ def json_schema() -> dict[str, Any]:
         "instead": {
             "type": "object",
             "additionalProperties": {"type": "string"},
-            "description": "effect: the one that included rows shall have in its place",
+            "description": "effect or target state: the one that included rows have in its place",
         },
     }
     return schema

@@ -121,7 +121,7 @@ class Participant:
             cursor=cursor,
             batches=batches,
             returned=tuple(returned),
-            elsewhere=self.config.flow,
+            others=self.config.flow,
             since=now,
         )
 
@@ -262,7 +262,7 @@ def _stale(s: Local, c: Config, event: Event) -> Outcome | None:
             if not peers_meant(s, event):
                 return Outcome("fenced", f"the {event.type} of a process that is nobody here")
         case ScopeRecord(scope=scope, n=n, groups=groups):
-            known = next((e for e in s.elsewhere if e.scope == scope), None)
+            known = next((e for e in s.others if e.scope == scope), None)
             if known is None:
                 return Outcome("fenced", f"a record of {scope!r}, which this scope is not bound to")
             is_left = not groups and not known.has_ended  # may come without a newer record

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from fft.protocol.roles import Role
 from fft.protocol.scopes import Flow, ParameterGroups, Ranks, Samples, Scopes, Strict
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 
 
 def _in_one_text(value: Any) -> Any:
@@ -311,10 +311,10 @@ class FsmSpec(MachineSpec):
         """Return the scope of the stage on ``rank``, as a job of this rank of all groups."""
         return self._alone(self.stages[rank])
 
-    def bound_to(self, scope: str) -> tuple[Elsewhere, ...]:
+    def bound_to(self, scope: str) -> tuple[ScopePosition, ...]:
         """Return the scopes to which the flow binds ``scope``, in their initial positions."""
-        follows = [Elsewhere(edge.source, 0) for edge in self.flow if edge.to == scope]
-        leads = [Elsewhere(edge.to, edge.ahead) for edge in self.flow if edge.source == scope]
+        follows = [ScopePosition(edge.source, 0) for edge in self.flow if edge.to == scope]
+        leads = [ScopePosition(edge.to, edge.ahead) for edge in self.flow if edge.source == scope]
         return (*follows, *leads)
 
     def _alone(self, name: str) -> FsmSpec:

@@ -22,7 +22,6 @@ from fft.messages.protocol import (
     RankEntry,
     Record,
     ScopeRecord,
-    Seen,
     Suspect,
     Token,
     Vote,
@@ -34,7 +33,7 @@ from fft.protocol.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class ScopePosition:
     """Another scope to which the data flow binds this one, as far as it is known here."""
 
     scope: str
@@ -43,30 +42,38 @@ class Elsewhere:
     n: int = 0
     """Number of its newest known record, or 0."""
     cursor: int = 0
+    """All slices before the cursor are taken in it, by committed steps or skips."""
     takers: int = 1
-    """As in ``Seen``, from the record that lets this scope proceed furthest. Before the scope has
-    begun, its minimum."""
+    """Number of groups that take a slice per txn there; 0 if the scope has ended. Like the cursor
+    from the record that lets this scope proceed furthest; before the scope has begun, its
+    minimum."""
     groups: tuple[str, ...] = ()
     """Groups in it by the newest record, without those that leave with that record."""
 
     @property
-    def seen(self) -> Seen:
-        """The position of the scope, as a vote reports it."""
-        return Seen(self.scope, self.cursor, self.ahead, self.takers)
+    def reach(self) -> int:
+        """First slice that a leading scope may not begin a txn at."""
+        return self.cursor + self.ahead * self.takers
 
     @property
     def has_ended(self) -> bool:
         """Whether all groups have left the scope, so that it takes no more slices."""
         return self.takers == 0
 
-    def after(self, record: ScopeRecord) -> Elsewhere:
+    def allows(self, first: int, after: int) -> bool:
+        """Whether this scope may have a txn of the slices ``first`` to ``after - 1``."""
+        if not self.ahead:
+            return after <= self.cursor
+        return not self.takers or first < self.reach
+
+    def after(self, record: ScopeRecord, c: Config) -> ScopePosition:
         """Return the same scope with a newer record.
 
         A permission is never revoked, not even by a record of more groups than are left.
         """
         new = replace(self, n=record.n, groups=record.groups)
-        further = replace(new, cursor=record.cursor, takers=record.takers)
-        is_further = further.has_ended or further.seen.reach >= self.seen.reach
+        further = replace(new, cursor=record.cursor, takers=c.takers(len(record.groups)))
+        is_further = further.has_ended or further.reach >= self.reach
         return further if is_further else new
 
 
@@ -96,7 +103,7 @@ class Config:
     """A group keeps its slice of the data from txn to txn, until a COMMIT consumes it."""
     first_rank: int = 0
     """Lowest of the ``world`` rank numbers that each group has in this scope."""
-    flow: tuple[Elsewhere, ...] = ()
+    flow: tuple[ScopePosition, ...] = ()
     """Scopes to which the data flow binds this scope."""
     bound: int = 0
     """Number of steps that a contribution may be behind in an asynchronous job, else 0."""
@@ -123,6 +130,11 @@ class Config:
     def index(self) -> int:
         """Position of this participant among ``ranks``."""
         return self.me.rank - self.first_rank
+
+    def takers(self, groups: int) -> int:
+        """Return how many of so many groups take slices in each txn; the others are spares."""
+        most = self.min_groups if self.fixed_with_spares else self.fixed_slices
+        return min(groups, most) if most else groups
 
 
 @dataclass(slots=True)
@@ -168,7 +180,7 @@ class Local:
     reforming: frozenset[str] = frozenset()
     """Groups that get a new process for a lost one; the next epoch waits for them."""
     leaving: frozenset[Peer] = frozenset()
-    elsewhere: tuple[Elsewhere, ...] = ()
+    others: tuple[ScopePosition, ...] = ()
     vote: Vote | None = None
     restoring: Token | None = None
     """The txn of the last rollback that the main thread has not yet reported as restored."""
@@ -300,8 +312,7 @@ def contributing(
 ) -> list[GroupEntry]:
     """Return those of ``groups`` that contribute if the groups in ``late`` cannot."""
     able = [g for g in groups if g.group not in late]
-    most = c.min_groups if c.fixed_with_spares else c.fixed_slices
-    return able[:most] if most else able
+    return able[: c.takers(len(able))]
 
 
 def participants(s: Local, c: Config) -> int:

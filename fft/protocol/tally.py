@@ -38,7 +38,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fft.messages.causes import Cause, CauseCode
-from fft.messages.protocol import Manifest, Peer, Seen, Vote, content_of
+from fft.messages.protocol import Manifest, Peer, Vote, content_of
 from fft.protocol.equality import (
     LONGEST,
     differing,
@@ -79,8 +79,6 @@ class Commit:
     """Groups that leave with the commit."""
     is_last: bool = False
     """All members declare that no step follows."""
-    seen: tuple[Seen, ...] = ()
-    """Positions of other scopes, as the first voter knows them; any vote's allow the txn."""
     checkpoint: bool = False
     """A durable checkpoint is due: a vote asks for it, and the txn is a step or the last one."""
 
@@ -121,7 +119,6 @@ class Content(NamedTuple):
     last: bool
     skip: bool
     digest: str | None
-    seen: tuple[Seen, ...]
     checkpoint: bool
 
 
@@ -162,11 +159,9 @@ class Tally:
         )
         is_last = all(content.last for content in self.voters)
         checkpoint = any(c.checkpoint and (c.last or not skip) for c in self.voters)
-        first = min(self.voters.items(), key=lambda each: min(each[1]), default=None)
-        seen = first[0].seen if first is not None else ()
         if part := max((content.manifest.part for content in self.voters), default=""):
-            return Live(skip, leaving, is_last, seen, part=part)
-        return Commit(skip, leaving, is_last, seen, checkpoint)
+            return Live(skip, leaving, is_last, part=part)
+        return Commit(skip, leaving, is_last, checkpoint)
 
     def verdict(self, expected: Expected) -> Verdict:
         """Return the first verdict of the table above whose condition holds."""

@@ -195,9 +195,12 @@ class Search:
         if step.what == "timer flow_limit":
             node = self.model.node(state, step.who)
             held, at = thaw(self.model.locals[node.local]), {r.scope: r for r in shared.scopes}
-            due = slices_due(held, self.model.participant(step.who, node.inc).config)
-            known = [e if e.n > at[e.scope].n else e.after(at[e.scope]) for e in held.elsewhere]
-            return all(e.seen.allows(*due) for e in known)
+            config = self.model.participant(step.who, node.inc).config
+            due = slices_due(held, config)
+            known = [
+                e if e.n > at[e.scope].n else e.after(at[e.scope], config) for e in held.others
+            ]
+            return all(e.allows(*due) for e in known)
         return shared.bus == "up" and _can_go_on(self.model.bounds, shared, self._views(state))
 
     def _stuck(self) -> Violation | None:

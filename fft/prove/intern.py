@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from fft.messages.causes import NO_CAUSE
 from fft.messages.protocol import Drain, Peer, Record, ScopeRecord
-from fft.protocol.state import Elsewhere, Local
+from fft.protocol.state import Local, ScopePosition
 
 T = TypeVar("T", bound=Hashable)
 
@@ -126,7 +126,7 @@ class Renamer:
         if isinstance(value, Record) and "leavers" in changes:
             order = sorted(zip(changes["leavers"], value.reasons, strict=True))
             changes["leavers"], changes["reasons"] = zip(*order, strict=True)
-        if "groups" in changes and isinstance(value, Drain | ScopeRecord | Elsewhere):
+        if "groups" in changes and isinstance(value, Drain | ScopeRecord | ScopePosition):
             changes["groups"] = tuple(sorted(changes["groups"]))
         return dataclasses.replace(value, **changes) if changes else value
 

@@ -300,7 +300,7 @@ class Model:
                 yield self._close(who, act, state)
         shared = self.shared[shared_id]
         if self.beside.bounds and shared.bus == "up":
-            for act in self._elsewhere(state, shared):
+            for act in self._other_scopes(state, shared):
                 idle = False
                 yield self._close(-1, act, state)
         if shared.bus == "down":
@@ -462,7 +462,7 @@ class Model:
             empty = Shared(bus="gone" if self.world.generations else "up", scopes=shared.scopes)
             yield self._close(-1, self._to_bus("bus forgets", empty, "forget"), state)
 
-    def _elsewhere(self, state: State, shared: Shared) -> Iterator[Act]:
+    def _other_scopes(self, state: State, shared: Shared) -> Iterator[Act]:
         """Yield the possible next acts of scopes that are not modelled."""
         nodes = [self.nodes[i] for i in state[: self.size]]
         there = [thaw(self.locals[node.local]) for node in nodes if node.local >= 0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fft.messages.effects import Decide, Effect, Heal
-from fft.messages.protocol import Event, Lease, Record, ScopeRecord, Seen
+from fft.messages.protocol import Event, Lease, Record, ScopeRecord
 from fft.protocol.effects import EFFECTS, Action
 from fft.protocol.flow import slices_due, step_due
 from fft.protocol.guards import GUARDS
@@ -152,10 +152,8 @@ def _within(more: int, follows: bool) -> Callable[[Local, Config, Event], bool]:
 
     def in_flow(s: Local, c: Config, event: Event) -> bool:
         first, after = slices_due(s, c)
-        wrong = [more if follows == (e.ahead == 0) else 0 for e in s.elsewhere]
-        return all(
-            e.seen.allows(first - by, after - by) for e, by in zip(s.elsewhere, wrong, strict=True)
-        )
+        wrong = [more if follows == (e.ahead == 0) else 0 for e in s.others]
+        return all(e.allows(first - by, after - by) for e, by in zip(s.others, wrong, strict=True))
 
     return in_flow
 
@@ -164,7 +162,7 @@ def _by_steps(s: Local, c: Config, event: Event) -> bool:
     """Act as an ``in_flow`` that assumes that a skipped step has taken nothing."""
     groups = participants(s, c)
     first = step_due(s) * groups
-    return all(e.seen.allows(first, first + groups) for e in s.elsewhere)
+    return all(e.allows(first, first + groups) for e in s.others)
 
 
 def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
@@ -176,25 +174,25 @@ def _never_ends(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 def _records_only(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Ignore the message that all groups have left since the newest record of a scope."""
     assert isinstance(event, ScopeRecord)
-    is_new = any(e.scope == event.scope and event.n > e.n for e in s.elsewhere)
+    is_new = any(e.scope == event.scope and event.n > e.n for e in s.others)
     return EFFECTS["note_scope"](s, c, event) if is_new else ()
 
 
 def _one_more(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Count slices that another scope has begun as taken."""
     EFFECTS["note_scope"](s, c, event)
-    s.elsewhere = tuple(replace(e, cursor=e.cursor + 1) for e in s.elsewhere)
+    s.others = tuple(replace(e, cursor=e.cursor + 1) for e in s.others)
     return ()
 
 
 def _newest(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     """Forget what an older record with more groups has allowed."""
     assert isinstance(event, ScopeRecord)
-    s.elsewhere = tuple(
-        replace(e, n=event.n, cursor=event.cursor, takers=event.takers, groups=event.groups)
+    s.others = tuple(
+        replace(e, n=event.n, cursor=event.cursor, takers=len(event.groups), groups=event.groups)
         if e.scope == event.scope
         else e
-        for e in s.elsewhere
+        for e in s.others
     )
     return ()
 
@@ -203,20 +201,12 @@ def _nothing(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-def _votes(**wrong: Callable[[Local, Config], object]) -> Callable[..., Iterable[Effect]]:
-    """Return a ``note_vote`` that puts other values into the vote."""
-
-    def note_vote(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-        EFFECTS["note_vote"](s, c, event)
-        assert s.vote is not None
-        s.vote = replace(s.vote, **{name: value(s, c) for name, value in wrong.items()})  # type: ignore[arg-type]
-        return ()
-
-    return note_vote
-
-
-def _unnamed(s: Local, record: Record) -> Record:
-    return replace(record, seen=())
+def _leaves_at_once(s: Local, c: Config, event: Event) -> Iterable[Effect]:
+    """Vote to leave without waiting for the scopes that this one follows."""
+    EFFECTS["note_vote"](s, c, event)
+    assert s.vote is not None
+    s.vote = replace(s.vote, leaving=c.me in s.leaving)
+    return ()
 
 
 FLOW: tuple[Mutant, ...] = (
@@ -271,24 +261,6 @@ FLOW: tuple[Mutant, ...] = (
         planted(actions={"note_scope": _newest}),
     ),
     _flowing(
-        "vote_says_more_than_it_saw",
-        "A vote names the slices that it needs, whatever it has seen.",
-        small(stage=1),
-        planted(
-            actions={
-                "note_vote": _votes(
-                    seen=lambda s, c: tuple(Seen(e.scope, 9, e.ahead, 2) for e in s.elsewhere)
-                )
-            }
-        ),
-    ),
-    _flowing(
-        "commit_names_no_bounds",
-        "A commit does not say what its voters have seen of other scopes.",
-        small(stage=1),
-        planted(actions=proposing("propose_commit", _unnamed)),
-    ),
-    _flowing(
         "held_for_ever",
         "Who is held does not read the register of the other scope, and its record was lost.",
         small(groups=1, commits=2, stage=1, lose=1),
@@ -299,7 +271,7 @@ FLOW: tuple[Mutant, ...] = (
         "leaves_before_the_stage_before",
         "A group leaves a scope while it is in one that this scope follows.",
         small(stage=1, drain=1),
-        planted(actions={"note_vote": _votes(leaving=lambda s, c: c.me in s.leaving)}),
+        planted(actions={"note_vote": _leaves_at_once}),
     ),
 )
 

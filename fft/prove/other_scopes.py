@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fft.messages.protocol import Record, ScopeRecord
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 from fft.prove.bounds import Bounds
 
 _AHEAD = 1
@@ -24,13 +24,13 @@ class OtherScopes:
     """The scopes that the flow of a spec binds one stage to; none if the bounds name no stage."""
 
     def __init__(self, spec: FsmSpec, bounds: Bounds) -> None:
-        bound_to: tuple[Elsewhere, ...] = ()
+        bound_to: tuple[ScopePosition, ...] = ()
         if bounds.stage is not None:
             bound_to = spec.bound_to(spec.stages[bounds.stage])
         self.bounds = tuple(replace(e, ahead=min(e.ahead, _AHEAD)) for e in bound_to)
         """The bounds that a participant begins with."""
         groups = tuple(_GROUPS[: bounds.groups])
-        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups, len(groups)) for e in self.bounds)
+        self.first = tuple(ScopeRecord(e.scope, 1, 0, groups) for e in self.bounds)
         self.groups, self.ends = bounds.groups, bounds.ends
 
     def moves(
@@ -52,13 +52,13 @@ class OtherScopes:
 
     def _commits(
         self,
-        bound: Elsewhere,
+        bound: ScopePosition,
         record: ScopeRecord,
         cursor: int,
         asked: Set[str],
         inside: Set[str],
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
-        after = record.cursor + record.takers
+        after = record.cursor + len(record.groups)
         # It follows this scope, or leads it by as much as its bound allows.
         reach = cursor + _AHEAD * (len(inside) or self.groups)
         if after > cursor if bound.ahead else record.cursor >= reach:
@@ -66,22 +66,22 @@ class OtherScopes:
         newer = replace(record, n=record.n + 1, cursor=after)
         yield f"{record.scope} commits", newer, True
         if self.ends:
-            yield f"{record.scope} commits and ends", replace(newer, groups=(), takers=0), True
+            yield f"{record.scope} commits and ends", replace(newer, groups=()), True
         # a group leaves the scopes in the order of the flow
         gone = {group for group in asked if not bound.ahead or group not in inside}
         stay = tuple(group for group in record.groups if group not in gone)
         if stay != record.groups:
-            left = replace(newer, groups=stay, takers=len(stay))
+            left = replace(newer, groups=stay)
             yield f"{record.scope} commits and is left", left, True
 
     def _is_left(
-        self, bound: Elsewhere, record: ScopeRecord
+        self, bound: ScopePosition, record: ScopeRecord
     ) -> Iterator[tuple[str, ScopeRecord, bool]]:
         """Yield departures without a commit: of a lost group, or of all groups (without a
         record)."""
         # The number of its groups matters only to a scope that leads it.
         for group in record.groups if len(record.groups) > 1 and bound.ahead else ():
             stay = tuple(other for other in record.groups if other != group)
-            lost = replace(record, n=record.n + 1, groups=stay, takers=len(stay))
+            lost = replace(record, n=record.n + 1, groups=stay)
             yield f"{record.scope} loses {group}", lost, True
-        yield f"{record.scope} is left", replace(record, groups=(), takers=0), False
+        yield f"{record.scope} is left", replace(record, groups=()), False

@@ -439,11 +439,11 @@ def _has_inner_steps(root: Path, head: Mapping[str, Any]) -> bool:
 
 def _flow_of(lines: list[_Line]) -> Flow | None:
     """Return the flow of the scope of the traces, or None if no trace names the scope."""
-    heads = (line.replay.head for line in lines if line.replay.head)
-    if (head := next(heads, None)) is None:
+    head = next((line.replay.head for line in lines if line.replay.head), None)
+    if head is None:
         return None
-    bounds = {other["scope"]: other["ahead"] for other in head["config"].get("flow", ())}
-    return Flow(next(iter(head["spec"]["scopes"])), bounds)
+    config = participant_of(head).config
+    return Flow(next(iter(head["spec"]["scopes"])), config.flow, config.takers)
 
 
 def _judge_inner_scopes(

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
-from fft.messages.effects import Finish
-from fft.messages.protocol import Peer, Record, Seen
+from fft.messages.effects import Finish, StartTxn
+from fft.messages.protocol import Peer, Record
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.invariants.facts import Numbers
+from fft.protocol.state import ScopePosition
 from fft.trace.format import RUNS
 from fft.trace.inputs import Given
 
 
 class Flow:
-    """The slices that one scope has taken, and what its records state about other scopes.
+    """The slices that one scope has taken, and the positions of other scopes that it relied on.
 
     Args:
-        bounds: Other scope → number of txns that this scope may begin ahead of it.
+        flow: The scopes that it is bound to, in their initial positions.
+        takers: Number of groups → how many of them take slices; see ``Config.takers``.
     """
 
-    def __init__(self, scope: str, bounds: Mapping[str, int]) -> None:
+    def __init__(
+        self, scope: str, flow: Sequence[ScopePosition], takers: Callable[[int], int] = lambda n: n
+    ) -> None:
         self.scope = scope
-        self.bounds = bounds
+        self.bounds = {other.scope: other.ahead for other in flow}
+        """Other scope → number of txns that this scope may begin ahead of it."""
+        self._takers = takers
         self.is_whole = True
         """The scope's traces are complete: no trace has a gap or is truncated."""
         self.given = Given()
@@ -30,10 +36,11 @@ class Flow:
         """Number of groups that take one slice each → the furthest cursor: all slices before it
         were taken. A scope that has not begun has an entry too, because it will have at least one
         group."""
-        self.seen: dict[str, Record] = {}
-        """Other scope → the record with the furthest position of that scope."""
-        self.unnamed: dict[str, Record] = {}
-        """Other scope → a record that lacks a position of that scope."""
+        self.relied: dict[str, tuple[ScopePosition, str]] = {}
+        """Other scope → its furthest position that a committed txn relied on, and the place of
+        that commit."""
+        self._begun: dict[Peer, tuple[ScopePosition, ...]] = {}
+        """The positions that participants knew as they began their txns."""
         self._commits = Numbers(RUNS)
         self._members: dict[int, int] = {}
         """Epoch → number of member groups, for the newest two epochs."""
@@ -46,13 +53,20 @@ class Flow:
         """Take one move of a participant of the scope."""
         if move.record is not None:
             self.take(move.record)
-        self.end(move)
+        self.note(move)
 
-    def end(self, move: Move) -> None:
-        """Note whether a participant leaves the scope in good order with this move."""
-        finish = next((e for e in move.out.effects if isinstance(e, Finish)), None)
-        if finish is not None and finish.error is None:
-            self._left.add(move.peer)
+    def note(self, move: Move) -> None:
+        """Note the positions that a txn relies on, and whether a participant leaves in good
+        order."""
+        for effect in move.out.effects:
+            if isinstance(effect, StartTxn):
+                self._begun[move.peer] = move.after.others
+            elif isinstance(effect, Finish) and effect.error is None:
+                self._left.add(move.peer)
+        if move.obeyed == "commit":
+            for other in self._begun.pop(move.peer, ()):
+                if other.scope not in self.relied or _more(other, self.relied[other.scope][0]):
+                    self.relied[other.scope] = other, move.place
 
     def take(self, record: Record) -> None:
         """Take a record of the scope; only the first record with a number counts."""
@@ -64,28 +78,22 @@ class Flow:
                 record.epoch: len(record.members),
             }
         if (members := self._members.get(record.epoch)) is not None:
-            groups = members - len(record.leavers)
+            groups = self._takers(members - len(record.leavers))
             self.furthest[groups] = max(self.furthest.get(groups, 0), record.cursor)
-        if record.kind != "commit":
-            return
-        for other, ahead in self.bounds.items():
-            if (seen := _of(record, other, ahead)) is None:
-                self.unnamed.setdefault(other, record)
-            elif other not in self.seen or _more(seen, _of(self.seen[other], other, ahead)):
-                self.seen[other] = record
-        self._commits.add(record.n)
+        if record.kind == "commit":
+            self._commits.add(record.n)
 
     @property
     def commits(self) -> int:
         """Number of commits of the scope."""
         return len(self._commits)
 
-    def has_come_to(self, seen: Seen) -> bool:
+    def has_come_to(self, relied: ScopePosition) -> bool:
         """Whether a record of this scope allows the position that another scope has relied on."""
-        if not seen.takers:
+        if relied.has_ended:
             return 0 in self.furthest or self._newest[1] <= self._left
         return any(
-            seen.cursor <= cursor and seen.reach <= cursor + seen.ahead * groups
+            relied.cursor <= cursor and relied.reach <= cursor + relied.ahead * groups
             for groups, cursor in self.furthest.items()
         )
 
@@ -93,10 +101,9 @@ class Flow:
 def judge_flow(flows: Iterable[Flow]) -> Finding:
     """Check guarantee 6: no scope exceeded the bound that the positions of the other scopes set.
 
-    The check that a commit keeps to the positions it names is made scope by scope (``data_flow``).
-    This function checks the rest. If two scopes are bound to each other, the headers of both must
-    state it. Each scope must name a position of every scope that it is bound to, and that scope
-    must have reached it.
+    The check that a txn keeps to the positions that its ranks know is made scope by scope
+    (``data_flow``). This function checks the rest: if two scopes are bound to each other, the
+    headers of both state it, and each has come to the positions that the other relied on.
     """
     found = Finding("flow_order")
     by_name = {flow.scope: flow for flow in flows}
@@ -115,21 +122,15 @@ def _judge(found: Finding, flow: Flow, name: str, ahead: int, other: Flow | None
         back = other.bounds.get(flow.scope)
         text = f"its headers name {back} steps for {flow.scope}, whose headers name {ahead} for it"
         found.expect(back is not None and bool(back) != bool(ahead), text, place)
-    if (record := flow.unnamed.get(name)) is not None:
-        place = f"record {record.n} of scope {flow.scope}"
-        text = f"{place} names no position of {name}, with {ahead} ahead"
-        found.expect(False, text, place)
-    if (record := flow.seen.get(name)) is None or (other is not None and not other.is_whole):
+    if name not in flow.relied or (other is not None and not other.is_whole):
         return
-    seen = _of(record, name, ahead)
-    assert seen is not None, "it is kept for that"
-    place = f"record {record.n} of scope {flow.scope}"
+    relied, place = flow.relied[name]
     reached = "nothing" if other is None else max(other.furthest.values())
     text = (
-        f"{place} has seen {name} at slice {seen.cursor}, of {seen.takers} groups; it came to "
-        f"{reached}"
+        f"a committed txn of scope {flow.scope} relied on {name} at slice {relied.cursor}, of "
+        f"{relied.takers} groups; it came to {reached}"
     )
-    found.expect(other is not None and other.has_come_to(seen), text, place)
+    found.expect(other is not None and other.has_come_to(relied), text, place)
 
 
 def judge_entries(flows: Iterable[Flow]) -> Finding:
@@ -160,10 +161,6 @@ def _judge_entries(found: Finding, flow: Flow, other: Flow) -> None:
             found.expect(any((version, number) in runs for runs in there), text, trace)
 
 
-def _of(record: Record, other: str, ahead: int) -> Seen | None:
-    return next((s for s in record.seen if (s.scope, s.ahead) == (other, ahead)), None)
-
-
-def _more(seen: Seen, than: Seen | None) -> bool:
-    """Whether ``seen`` is further than ``than``."""
-    return than is None or (not seen.takers, seen.reach) > (not than.takers, than.reach)
+def _more(other: ScopePosition, than: ScopePosition) -> bool:
+    """Whether ``other`` is further than ``than``."""
+    return (other.has_ended, other.reach) > (than.has_ended, than.reach)

@@ -105,6 +105,7 @@ class OlderParticipant(Participant):
         "all_others_left": GUARDS["too_few_remain"],
         "not_proposed": _not("proposed"),
         "not_paused": _not("paused"),
+        "in_first_txn": lambda s, c, event: s.token.txn == 1,
         "nobody_reforms": _not("awaits_successor"),
         "i_report": _not("i_coordinate"),
         "another_gathers": _not("i_gather"),

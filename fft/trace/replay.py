@@ -14,7 +14,7 @@ from fft.messages.protocol import Event, Peer, UnreadableMessage, event_from_jso
 from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Config, Elsewhere
+from fft.protocol.state import Config, ScopePosition
 from fft.protocol.table import Table
 from fft.trace.format import FORMAT, READABLE, cause_of, where
 from fft.trace.older import OlderParticipant
@@ -42,7 +42,7 @@ def participant_of(head: dict[str, Any]) -> Participant:
     if head.get("kind") != "header" or head["format"] not in READABLE:
         known = " or ".join(map(str, READABLE))
         raise ValueError(f"the first line is no header of trace format {known}")
-    flow = tuple(_elsewhere(other) for other in head["config"].get("flow", ()))
+    flow = tuple(_position(other) for other in head["config"].get("flow", ()))
     rules = tuple((kind, number) for kind, number in head["config"].get("rules", ()))
     me = Peer(*head["config"]["me"])
     values = {**head["config"], "me": me, "flow": flow, "rules": rules}
@@ -57,8 +57,8 @@ def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
     return Table(FsmSpec.model_validate(found)), found
 
 
-def _elsewhere(told: dict[str, Any]) -> Elsewhere:
-    return Elsewhere(**{**told, "groups": tuple(told["groups"])})
+def _position(told: dict[str, Any]) -> ScopePosition:
+    return ScopePosition(**{**told, "groups": tuple(told["groups"])})
 
 
 class Replay:

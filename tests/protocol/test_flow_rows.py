@@ -12,20 +12,20 @@ from fft.messages.effects import Finish
 from fft.messages.protocol import ScopeRecord
 from fft.protocol.invariants import judge
 from fft.protocol.load import load_spec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 
 SPEC = load_spec("pipeline_ahead")
 BOTH = ("0", "1")
-FOLLOWS = (Elsewhere("stage0", 0),)
-LEADS = (Elsewhere("stage1", 2),)
+FOLLOWS = (ScopePosition("stage0", 0),)
+LEADS = (ScopePosition("stage1", 2),)
 
 
 def at(scope: str, n: int, cursor: int, *groups: str) -> ScopeRecord:
     """Return a record of ``scope`` with these groups."""
-    return ScopeRecord(scope, n, cursor, groups, len(groups))
+    return ScopeRecord(scope, n, cursor, groups)
 
 
-def job_of(flow: tuple[Elsewhere, ...], *received: ScopeRecord) -> Job:
+def job_of(flow: tuple[ScopePosition, ...], *received: ScopeRecord) -> Job:
     """Return a job of two groups whose first epoch has formed."""
     job = Job(2, spec=SPEC, flow=flow)
     job.settle()
@@ -72,8 +72,7 @@ def test_follower_takes_only_slices_that_were_taken_before() -> None:
     assert states(job) == {"NORMAL.computing"}
     job.step()
     assert states(job) == {"NORMAL.held"}  # one slice is available, and a txn takes two
-    assert job.head is not None
-    assert (job.head.step, [tuple(seen) for seen in job.head.seen]) == (1, [("stage0", 3, 0, 2)])
+    assert (cursor(job), job.steps()) == (2, {1})
     assert_sound(job)
 
 
@@ -91,7 +90,7 @@ def test_leader_is_held_at_its_bound() -> None:
 
 
 @pytest.mark.parametrize("flow", [FOLLOWS, LEADS])
-def test_a_skipped_step_counts_in_the_flow(flow: tuple[Elsewhere, ...]) -> None:
+def test_a_skipped_step_counts_in_the_flow(flow: tuple[ScopePosition, ...]) -> None:
     """It takes its slices, and its entries are given and taken as those of a step."""
     job = job_of(flow, at("stage1", 1, 0, *BOTH), at("stage0", 2, 4, *BOTH))
     skip(job)
@@ -134,7 +133,7 @@ def test_flow_bound_counts_txns_of_the_next_stage_without_withdrawal() -> None:
 def test_stages_of_unlike_groups_do_not_hold_each_other(left: int) -> None:
     """The earlier stage may begin as long as the next one lacks the slices for one txn."""
     groups = tuple("0123")
-    leads = job_of((Elsewhere("stage1", 1),), at("stage1", 1, left, *groups))
+    leads = job_of((ScopePosition("stage1", 1),), at("stage1", 1, left, *groups))
     while states(leads) == {"NORMAL.computing"}:
         leads.step()
     assert cursor(leads) >= left + len(groups)
@@ -153,7 +152,7 @@ def test_missed_record_is_read_from_the_register() -> None:
 def test_an_older_record_changes_nothing() -> None:
     job = job_of(FOLLOWS, at("stage0", 5, 6, *BOTH))
     hear(job, at("stage0", 4, 4, *BOTH), at("stage9", 9, 9, *BOTH))
-    assert {node.local.elsewhere[0].cursor for node in job.live()} == {6}
+    assert {node.local.others[0].cursor for node in job.live()} == {6}
 
 
 def test_waiting_for_a_stalled_scope_times_out() -> None:
@@ -243,4 +242,17 @@ def test_a_group_leaves_scopes_in_the_order_of_the_flow() -> None:
     commits = [record for record in job.history if record.kind == "commit"]
     assert [(record.step, record.leavers) for record in commits] == [(1, ()), (2, ("1",))]
     assert commits[1].why_left("1") is LeaveReason.DRAINED
+    assert_sound(job)
+
+
+def test_spares_of_the_next_stage_count_in_no_bound() -> None:
+    """A txn of three groups, one of which is a spare, takes two slices."""
+    job = Job(3, spec=SPEC, flow=LEADS, min_groups=2, fixed_with_spares=True)
+    job.settle()
+    job.scopes["stage1"] = at("stage1", 1, 0, "0", "1", "2")
+    job.step()  # as if the next stage had one group, before it is read
+    job.fire("flow_interval")
+    job.settle()
+    job.step()
+    assert (cursor(job), states(job)) == (4, {"NORMAL.held"})
     assert_sound(job)

@@ -28,7 +28,6 @@ from fft.messages.protocol import (
     Prepared,
     Ready,
     Record,
-    Seen,
     Stop,
     Token,
     Vote,
@@ -47,6 +46,7 @@ from fft.protocol.invariants import (
     judge,
 )
 from fft.protocol.roles import Role
+from fft.protocol.state import ScopePosition
 
 A, B = Peer("0", 0, 1), Peer("1", 0, 1)
 STRANGER = Peer("9", 0, 1)
@@ -662,9 +662,23 @@ def one_was_never_in_the_barrier(h: History) -> None:
     drop(h, B, of(Healed))
 
 
-@breaks("data_flow", "record 2 names the bounds [('other', 1)], its scope has []")
-def a_commit_names_a_bound_that_its_scope_has_not(h: History) -> None:
-    change_all(h, brings("commit", FIRST), record(seen=(Seen("other", 9, 1, 2),)))
+@breaks("data_flow", f"{A} computes slices 0 to 1, with 'other' at slice 0, which it follows")
+def a_txn_takes_slices_that_another_scope_has_not_taken(h: History) -> str:
+    others = (ScopePosition("other", 0),)
+
+    def follows(m: Move) -> Move:
+        return replace(after(others=others)(m), before=replace(m.before, others=others))
+
+    return change(h, A, leaves_the_barrier, follows)
+
+
+@breaks("data_flow", f"{A} knows of no record with 'other' at slice 5, which it follows")
+def a_position_changes_without_a_record(h: History) -> str:
+    def follows(m: Move) -> Move:
+        was = replace(m.before, others=(ScopePosition("other", 0),))
+        return replace(after(others=(ScopePosition("other", 0, cursor=5),))(m), before=was)
+
+    return change(h, A, leaves_the_barrier, follows)
 
 
 @breaks("drain", f"{A} left on purpose in state NORMAL, not after a commit")

@@ -60,6 +60,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.none()
     if hasattr(kind, "_fields") or dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind, vars(messages), include_extras=True)
+        hints.pop("seen", None)  # only in traces of earlier versions
         return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return st.sampled_from(kind)

@@ -16,12 +16,15 @@ import pytest
 from forged import Change, gap_after, in_turn, nth_note, rewrite, saying, without
 from jobs import Job
 
+from fft.messages.protocol import ScopeRecord
 from fft.protocol.invariants import Finding
 from fft.protocol.load import load_spec
+from fft.protocol.state import ScopePosition
 from fft.prove.simulator.faults import CALM
 from fft.prove.simulator.run import run_seed
 from fft.trace import audit
 from fft.trace.audit import AuditReport, audit_dir, read_lines, trace_files
+from fft.trace.flow import Flow, judge_flow
 from fft.trace.inputs import Given, Inputs, Runs
 
 SEED = 3
@@ -310,6 +313,56 @@ def test_stages_of_which_no_header_knows_a_flow_are_found(ahead: Path) -> None:
     everywhere(ahead, lambda: in_turn(headers(flow=[]), without("entry")))
     text = "the headers of scope stage0 bind it to no other one of the job"
     assert violated(audit_dir(ahead))["flow_order"] == text
+
+
+def with_positions(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a line as earlier versions wrote it: votes and records name positions of scopes."""
+    event = record.get("event") or {}
+    for each in (event.get("record"), *event.get("votes", ())):
+        if each is not None:
+            each["seen"] = [["stage9", 1, 2, 3]]
+    if event.get("type") == "scope_record":
+        event["takers"] = len(event["groups"])
+    return [record]
+
+
+def test_positions_in_votes_and_records_of_earlier_versions_are_read(ahead: Path) -> None:
+    lines = len(read_lines(ahead))
+    everywhere(ahead, lambda: with_positions)
+    text = "".join(path.read_text() for path in ahead.rglob("*.jsonl"))
+    assert text.count('"seen":[["stage9",1,2,3]]') > text.count('"type":"decision"') > 0
+    assert '"takers":' in text
+    assert (violated(audit_dir(ahead)), len(read_lines(ahead))) == ({}, lines)
+
+
+@pytest.mark.parametrize(
+    ("flow", "cursor", "reached"),
+    [
+        (ScopePosition("stage0", 0), 3, [False, True, True]),
+        (ScopePosition("stage1", 2), 3, [False, True, True]),
+        (ScopePosition("stage1", 2), 0, [True, True, True]),
+    ],
+)
+def test_scope_must_have_come_to_the_position_that_a_txn_relied_on(
+    flow: ScopePosition, cursor: int, reached: list[bool]
+) -> None:
+    """The other scope has two groups, and has taken 2, 3 or 4 slices."""
+    job = Job(2, spec=load_spec("pipeline_ahead"), flow=(flow,))
+    job.settle()
+    for node in job.live():
+        job.post(node, ScopeRecord(flow.scope, 2, cursor, ("0", "1")))
+    job.settle()
+    job.step()
+    job.step()
+    mine, found = Flow("mine", (flow,)), []
+    for move in job.record.all():
+        mine.move(move)
+    for taken in (2, 3, 4):
+        other = Flow(flow.scope, (ScopePosition("mine", 2 - flow.ahead),))
+        other.take(job.history[0])
+        other.take(replace(job.history[1], cursor=taken))
+        found.append(judge_flow([mine, other]).violation is None)
+    assert found == reached
 
 
 ODD: dict[str, tuple[Callable[[], Change], str, str]] = {

@@ -25,7 +25,7 @@ from fft.messages.protocol import GroupEntry, Manifest, Peer, RankEntry, Record,
 from fft.messages.wire import EPOCH, Wire, encode_register, list_name
 from fft.protocol.load import load_spec
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere, Local
+from fft.protocol.state import Local, ScopePosition
 from fft.protocol.tally import Tally
 from fft.train.paradigms.stages.due import (
     AT,
@@ -57,7 +57,7 @@ class Stage:
 
     def __init__(self, number: int, buses: list[ErrorBus], every: int | str, groups: int) -> None:
         self.number, self.step, self.cursor, self.n, self.checkpoint = number, 0, 0, 0, 0
-        self.next = Elsewhere("stage1", 2, n=1, takers=groups)
+        self.next = ScopePosition("stage1", 2, n=1, takers=groups)
         self.ranks = {str(g): Rank(buses[0], str(g), number) for g in range(groups)}
         for rank in self.ranks.values():
             plan = Checkpointing("somewhere", every)
@@ -96,7 +96,7 @@ class Stage:
         seen = (self.next,) if self.number == 0 else ()
         votes = []
         for name in members:
-            local = Local("NORMAL", "", "", head=epoch, epoch=epoch, elsewhere=seen)
+            local = Local("NORMAL", "", "", head=epoch, epoch=epoch, others=seen)
             self.ranks[name].local = replace(local, leaving=leaving)
             asks = self.ranks[name].due.asks(plan, False, foreseen and skip)
             peer, leaves = self.ranks[name].peer, name in asked
@@ -277,7 +277,7 @@ def test_next_stage_is_awaited_until_reaching_the_named_cursor(stack: ExitStack)
     rank, after = first.ranks["0"], first.next
     for cursor, takers, is_awaited in ((3, 2, True), (4, 2, False), (5, 2, False), (3, 0, False)):
         known = replace(after, cursor=cursor, takers=takers)
-        rank.local = Local("NORMAL", "", "", elsewhere=(known,))
+        rank.local = Local("NORMAL", "", "", others=(known,))
         assert rank.due.is_awaited(_commit(4)) is is_awaited
 
 

@@ -32,7 +32,7 @@ from fft.engine.calls import (
     Write,
     beside,
 )
-from fft.engine.core import Command, Posted, ScopeAnnouncement, ScopeReader, Wiring
+from fft.engine.core import Command, Posted, ScopeAnnouncement, Wiring
 from fft.engine.executor import StepExecutor, Work
 from fft.errors import BusError, ProtocolError
 from fft.messages.causes import CauseCode
@@ -921,8 +921,7 @@ class Process(VirtualEngine):
         instance: int,
     ) -> None:
         config = participant.config
-        others = tuple(ScopeReader(bound.scope) for bound in config.flow)
-        wiring = Wiring("sim://", config.world > 1, others, _SILENT)
+        wiring = Wiring("sim://", config.world > 1, _SILENT)
         super().__init__(world.clock, participant, local, wiring)
         self.world = world
         self.group = group

@@ -121,13 +121,11 @@ def live(worlds: list[World], clock: Clock) -> float | None:
 
 
 def _flow_of(world: World) -> Flow:
-    flow = Flow(world.name, {e.scope: e.ahead for e in world.spec.bound_to(world.name)})
+    flow = Flow(world.name, world.spec.bound_to(world.name))
     for record in world.bus.history:
         flow.take(record)
-    for moves in world.log.history.moves.values():
-        ends = (move for move in moves if move.after.role == "terminal")
-        if (end := next(ends, None)) is not None:
-            flow.end(end)
+    for move in world.log.history.all():
+        flow.note(move)
     return flow
 
 

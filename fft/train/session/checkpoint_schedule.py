@@ -147,7 +147,7 @@ class CheckpointSchedule:
             steps.
         """
         group, local = self._job.peer.group, self._job.local
-        if record.bound or local is None or local.elsewhere:
+        if record.bound or local is None or local.others:
             return None
         if self._newest is not None:
             commit, epoch = self._newest

@@ -9,7 +9,7 @@ from typing import Any
 from fft.bus import ErrorBus
 from fft.engine.other_scopes import OtherScope
 from fft.protocol.spec import FsmSpec
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 
 
 class RankScope:
@@ -28,7 +28,7 @@ class RankScope:
     name = "job"
     by_rank: Sequence[str] = ()
     reported_as: str | None = None
-    flow: tuple[Elsewhere, ...] = ()
+    flow: tuple[ScopePosition, ...] = ()
     others: Sequence[OtherScope] = ()
 
     def __init__(self, spec: FsmSpec, bus: ErrorBus) -> None:

@@ -191,7 +191,7 @@ class FirstStageSchedule(CheckpointSchedule):
         """Whether the next stage has not reached this position, as far as this rank knows. Any
         thread."""
         local = self._job.local
-        after = None if local is None else next((e for e in local.elsewhere if e.ahead), None)
+        after = None if local is None else next((e for e in local.others if e.ahead), None)
         return after is not None and not after.has_ended and after.cursor < record.cursor
 
     def _announce(self, word: Announcement, done: int, writes: bool = True) -> Named | None:
@@ -311,7 +311,7 @@ class LaterStageSchedule(CheckpointSchedule):
         local = self._job.local
         if local is None or not is_first(self._job.peer, epoch):
             return frozenset()
-        before = (e.groups for e in local.elsewhere if not e.ahead)
+        before = (e.groups for e in local.others if not e.ahead)
         return frozenset().union((named.writer,), *before) - {e.group for e in epoch.members}
 
     def after_end(self, stops: threading.Event) -> Iterator[Named]:
@@ -336,7 +336,7 @@ class LaterStageSchedule(CheckpointSchedule):
                     yield word.named
             if at != seen:
                 seen, since = at, time.monotonic()
-            has_ended = at is not None and not at.takers
+            has_ended = at is not None and not at.groups
             last = [w for w in announcements_on(self._job.bus)[-1:] if w.is_last]
             if has_ended and all(w.name in self._taken for w in last):
                 return

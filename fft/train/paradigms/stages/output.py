@@ -33,7 +33,7 @@ from fft.bus.token import derive
 from fft.engine.loop import Engine
 from fft.errors import FftError
 from fft.protocol.flow import has_left_well
-from fft.protocol.state import Elsewhere
+from fft.protocol.state import ScopePosition
 from fft.trace.inputs import MADE_ANEW
 from fft.train.data.batch_copy import copied
 from fft.train.data.source import DataSource, Due
@@ -225,11 +225,11 @@ class StageOutput:
             self._changed.notify_all()
 
     @property
-    def _next_stage(self) -> Elsewhere:
+    def _next_stage(self) -> ScopePosition:
         """The scope of the next stage, as far as this rank knows it."""
         local = self._rank.job.local
         assert local is not None, "a txn has begun"
-        return next(e for e in local.elsewhere if e.scope == self._after)
+        return next(e for e in local.others if e.scope == self._after)
 
     def _sync_frozen_stage(self) -> None:
         """All-reduce a number in a frozen stage, which has no gradients.

@@ -83,7 +83,7 @@ class AsyncPipeline(Pipelined):
         """Return whether the loop ended because the stage before has ended; log lost steps."""
         job, step = self._rank.job, self._rank.manager._torchft.step
         local = job.local
-        others = () if local is None else local.elsewhere
+        others = () if local is None else local.others
         before = [other for other in others if not other.ahead and other.has_ended]
         if local is None or not before:
             return False

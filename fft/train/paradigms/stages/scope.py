@@ -26,16 +26,12 @@ from fft.train.session.settings import Settings
 class StageScope(RankScope):
     """One instance of the protocol over one rank of all replica groups."""
 
-    def __init__(
-        self, spec: FsmSpec, rank: int, job_bus: ErrorBus, most: int | None = None
-    ) -> None:
-        """``most`` limits the groups whose data count; further ones are spares."""
+    def __init__(self, spec: FsmSpec, rank: int, job_bus: ErrorBus) -> None:
         super().__init__(spec.stage(rank), job_bus)
         self._rank = rank
         self.by_rank = spec.stages
         self.name = self.reported_as = spec.stages[rank]
         self.flow = spec.bound_to(self.name)
-        self._most = most
         self._job_bus = job_bus
         self._opened = ExitStack()
 
@@ -55,13 +51,11 @@ class StageScope(RankScope):
 
         self._job_bus.write(SCOPES, json.dumps(self.by_rank[1:]).encode())  # for operators
         self.bus = bus_of(self.name)
-        self.others = [
-            OtherScope(bound.scope, bus_of(bound.scope), self._most) for bound in self.flow
-        ]
+        self.others = [OtherScope(bound.scope, bus_of(bound.scope)) for bound in self.flow]
 
     def first(self) -> OtherScope:
         """Return the scope of the first stage, for readers other than the engine."""
-        return OtherScope(self.by_rank[0], self._job_bus, self._most)
+        return OtherScope(self.by_rank[0], self._job_bus)
 
     def traces(self, directory: Path | None) -> Path | None:
         """Return the folder for the traces; those of the first stage are in that of the job."""
