@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fft.checkpoints.stores import MANIFEST, PARTIAL, REMOVED, Store
 from fft.errors import CheckpointError
 from fft.util.names import in_file_name
+from fft.util.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,17 @@ def unsealed(kind: type[_Sealed], data: bytes, place: str) -> _Sealed:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DamagedCheckpoint(f"{place}: {where}: {first['msg']}") from None
+        there = found.get("fft_version", __version__)
+        fix = "" if there == __version__ else f" ({of_other_version(there)})"
+        raise DamagedCheckpoint(f"{place}: {where}: {first['msg']}{fix}") from None
+
+
+def of_other_version(there: str) -> str:
+    """Return the hint of an error in a checkpoint that another version of FFT has written."""
+    return (
+        f"FFT {there} has written it, and this is FFT {__version__}: an older version may not read "
+        f"it; resume with FFT {there}, or a newer one"
+    )
 
 
 def _digest(data: dict[str, Any]) -> str:

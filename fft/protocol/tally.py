@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -124,7 +125,7 @@ class Content(NamedTuple):
     checkpoint: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tally:
     """The votes of some of the members: the voters of each content."""
 
@@ -149,8 +150,9 @@ class Tally:
         each = ((peer, content) for content, peers in self.voters.items() for peer in peers)
         return [Vote(peer, *content) for peer, content in sorted(each, key=lambda x: x[0])]
 
+    @cached_property
     def commit(self) -> Commit:
-        """Return what a commit of these votes leads to, whether or not they match."""
+        """What a commit of these votes leads to, whether or not they match."""
         skip = any(content.skip for content in self.voters)
         leaving = frozenset(
             peer.group
@@ -180,11 +182,25 @@ class Tally:
         data_differ = len(is_sharded) > 1 or _differ((m.shard, m.data) for m in manifests)
         if data_differ or _differ((rank, content.manifest.reduced) for rank, content in ranked):
             return _misfit(self.votes)
-        commit = self.commit()
+        commit = self.commit
         fingerprints = ((rank, content.manifest.fingerprint) for rank, content in ranked)
         if not isinstance(commit, Live) and _differ(fingerprints):
             return Abort(gradients_cause(self.votes))
         return commit
+
+
+_newest: tuple[Sequence[Vote], Tally] = (), Tally()
+"""The votes of the newest ballot, which guards and effects ask about; replaced as a whole."""
+
+
+def tally_of(votes: Sequence[Vote]) -> Tally:
+    """Return the tally of the votes of a ballot; computed once for all that ask for the newest."""
+    global _newest
+    held, found = _newest
+    if held is not votes:
+        found = Tally.of(votes)
+        _newest = votes, found
+    return found
 
 
 def tally(votes: Iterable[Vote], expected: Expected) -> Verdict:
@@ -192,10 +208,11 @@ def tally(votes: Iterable[Vote], expected: Expected) -> Verdict:
     return Tally.of(votes).verdict(expected)
 
 
-def verdict_on(s: Local, c: Config, votes: Iterable[Vote]) -> Verdict:
+def verdict_on(s: Local, c: Config, votes: Sequence[Vote]) -> Verdict:
     """Return the verdict on the votes of the current txn."""
     members = s.epoch.peer_set if s.epoch is not None else frozenset()
-    return tally(votes, Expected(members, unproven(s), c.on_divergence == "heal", s.step))
+    expected = Expected(members, unproven(s), c.on_divergence == "heal", s.step)
+    return tally_of(votes).verdict(expected)
 
 
 def _differ(pairs: Iterable[tuple[Hashable, Hashable | None]]) -> bool:

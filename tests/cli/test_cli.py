@@ -436,6 +436,21 @@ def test_config_shows_each_timeout_and_refuses_invalid_combinations() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("garbage://x", "bus URL 'garbage://x': write memory://name"),
+        ("nats://127.0.0.1:1/j", "nats-py, which is not installed: pip install 'fft-torch[nats]'"),
+    ],
+)
+def test_watch_ends_at_a_bus_that_cannot_come(url: str, text: str) -> None:
+    code = "import sys; sys.modules['nats'] = None; from fft.cli import app; "
+    code += f"app({['watch', '--bus', url]})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and text in done.stderr, done.stdout + done.stderr
+    assert "trying again" not in done.stdout
+
+
+@pytest.mark.parametrize(
     "arguments",
     [["drain", "1"], ["evict", "1"], ["watch"], ["dev", "inject", "kill"], ["dev", "say", SAID]],
 )

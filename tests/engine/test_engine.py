@@ -609,7 +609,7 @@ def test_the_silence_of_the_bus_is_not_held_against_peers() -> None:
     assert isinstance(core.step(1.0), Publish)
     assert core.at_bus == ("Broadcast", 1.0)
     assert core.step(1.5) is None
-    after = {timer.name: due for due, _, timer in core._timers}
+    after = {name: due for due, _, name in core._timers}
     assert after == {"bus_limit": 10.0, "ack_window": 10.5}
 
 

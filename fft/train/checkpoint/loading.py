@@ -31,6 +31,7 @@ from fft.checkpoints.files import (
     choose,
     life_of,
     name_of,
+    of_other_version,
 )
 from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
@@ -176,11 +177,13 @@ class CheckpointLoader:
         try:
             self._take(tree, own, state)
         except StateMismatch as error:
+            there = manifest.fft_version
+            hint = "" if there == __version__ else f". {of_other_version(there)}"
             raise StateMismatch(
                 f"the checkpoint of step {manifest.step}, {place}, does not fit what this script "
                 f"registers: {error} (what came is the checkpoint's). Resume with the model and "
                 "the optimizers that wrote it; to begin anew, name another --checkpoint directory, "
-                "and leave out --resume"
+                f"and leave out --resume{hint}"
             ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
         found = replace(found, entries=state.paradigm.load_entries(own))

@@ -81,8 +81,11 @@ class TransactionLoop:
         commits: CommitExecutor,
         attempt: Attempt,
         worker: Worker,
+        watch: Callable[[], None],
     ) -> None:
         self.job, self.features = rank.job, rank.features
+        self.watch = watch
+        """Starts the supervision of the main thread."""
         self.commits, self.attempt, self.worker = commits, attempt, worker
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
@@ -205,6 +208,8 @@ class TransactionLoop:
         while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
                 return self.job.has_ended(LeaveReason.LAST_STEP)
+            if source.in_any_order:  # the rehearsal has loaded an item
+                self._watchers.step_begun()
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
@@ -244,6 +249,8 @@ class TransactionLoop:
     def stop(self) -> None:
         """See ``ManagerFFT.stop``."""
         self.features.use(Feature.STOP)
+        if self._open.is_rehearsal:  # the job's steps decide when it ends
+            return
         self._stop_with_next()
         if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)
