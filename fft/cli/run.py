@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import fields, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -164,42 +164,48 @@ class Interrupts:
         self.output = os.devnull
         """File that standard output and error are redirected to when the terminal is lost."""
         self._tell: Callable[[], None] | None = None
-        self._drains = False
+        self._is_asked = False
+        self._drain, self._kill = [True], [True]
+        """What the supervisor is to be told. A pop cannot happen twice, even if a signal is taken
+        within the handler of another."""
         self._taken: list[tuple[int, float]] = []
         """The signals of `_KILLS` and their times on the monotonic clock."""
-        self._kills = False
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def go_to(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` once to drain and a second time to kill, also for earlier signals."""
         self._tell = tell
-        for _ in range(self._drains + self._kills):
-            tell()
+        if self._is_asked:
+            self._notify(self._drain)
 
     def take(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. One that kills ends this process if there is no supervisor yet."""
         if number == signal.SIGHUP:
             self._leave_terminal()
-        if self._is_repeated(number):
-            self._kills = True
-            if self._tell is None:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-                os._exit(128 + number)  # PID 1 is not ended by a signal's default action
-        elif self._drains:
-            return
-        self._drains = True
+        is_repeated, was_asked = self._is_repeated(number), self._is_asked
+        self._is_asked = True
         if self._tell is not None:
-            self._tell()
-        else:
+            self._notify(self._drain)
+            if is_repeated:
+                self._notify(self._kill)
+        elif is_repeated:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            os._exit(128 + number)  # PID 1 is not ended by a signal's default action
+        elif not was_asked:
             write_err("interrupted; the job ends when its start is complete")
+
+    def _notify(self, untold: list[bool]) -> None:
+        with suppress(IndexError):
+            untold.pop()
+            cast("Callable[[], None]", self._tell)()
 
     def _is_repeated(self, number: int) -> bool:
         """Whether this is a second signal of `_KILLS`, and not a repeated SIGTERM."""
         if number not in _KILLS:
             return False
         now = time.monotonic()
-        self._taken.append((number, now))  # a signal may be taken within the handler of another
+        self._taken.append((number, now))
         first, at = self._taken[0]
         if len(self._taken) == 1:
             return False

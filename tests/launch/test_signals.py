@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,13 +84,15 @@ def test_first_signal_drains_and_second_that_may_kill_kills(
 def test_signal_within_the_handler_of_another_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts, calls = Interrupts(), list[None]()
     interrupts.go_to(lambda: calls.append(None))
-    times = iter([lambda: interrupts.take(signal.SIGTERM, None)])
+    within, is_repeated = [signal.SIGTERM], interrupts._is_repeated
 
-    def monotonic() -> float:
-        next(times, lambda: None)()
-        return 0.0
+    def interrupted(number: int) -> bool:
+        found = is_repeated(number)
+        if within:
+            interrupts.take(within.pop(), None)
+        return found
 
-    monkeypatch.setattr(time, "monotonic", monotonic)
+    monkeypatch.setattr(interrupts, "_is_repeated", interrupted)
     interrupts.take(signal.SIGINT, None)
     assert len(calls) == 2
 
