@@ -1,4 +1,4 @@
-"""Switches of modules and of torch that a step function changes are restored by a rollback."""
+"""Settings of FSDP2 and torch that a step function changes are restored by a rollback."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def change_contents(value: Any) -> None:
 
 
 @pytest.mark.parametrize("of", ["state", "context", "communication", "group", "parameter"])
-@pytest.mark.parametrize("laid_out", [True, False])
+@pytest.mark.parametrize("initialized", [True, False])
 def test_rollback_restores_the_settings_of_an_unknown_setter(
-    mesh: DeviceMesh, of: str, laid_out: bool
+    mesh: DeviceMesh, of: str, initialized: bool
 ) -> None:
     """A setter of a later release: a new attribute, and a changed one that FFT does not know."""
 
@@ -133,7 +133,7 @@ def test_rollback_restores_the_settings_of_an_unknown_setter(
 
     model = sharded(mesh)
     state = StepState([model], [])
-    if laid_out:
+    if initialized:
         model(torch.ones(2, 4))
         state.unwind()
     state.capture()
@@ -242,7 +242,7 @@ def test_rollback_restores_the_settings_of_each_fsdp_setter(
 ) -> None:
     model = sharded(mesh)
     state = StepState([model], [])
-    model(torch.ones(2, 4))  # lays out what FSDP2 makes lazily
+    model(torch.ones(2, 4))  # runs FSDP2's lazy initialization
     state.unwind()
     for name, arguments in changes(model).items():
         if name == "set_manual_backward_finalization" and not is_root:
