@@ -189,9 +189,7 @@ class NatsServers:
         token: JobToken | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """Start the servers and wait until they accept requests.
-
-        With ``hosts``, wait for the servers of the other hosts as long as it takes.
+        """Start the servers and wait until they accept requests, with ``hosts`` without a limit.
 
         Args:
             port: Port of the first server, with consecutive ports for the others; 0 chooses free
@@ -202,10 +200,9 @@ class NatsServers:
             keep: Restart servers that end by themselves; the caller must then not use `kill` and
                 `start`.
             token: Refuse clients without the login of this token; None accepts any client.
-            hosts: The hosts of a cluster that spans hosts. Each has one server, which listens to
-                clients at ``port`` and to the other servers at ``port + 1``. This process runs
-                the server of ``host``. Requires a port, a job and a token, and replaces
-                ``cluster``.
+            hosts: The hosts of a cluster, each with one server; replaces ``cluster``. This process
+                runs that of ``host``. It listens to clients at ``port`` and to the other servers
+                at ``port + 1``. Requires a port, a job and a token.
 
         Raises:
             BusError: An argument is invalid, nats-server is not installed, or a server does not
