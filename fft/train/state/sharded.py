@@ -156,7 +156,7 @@ def settings_of(module: nn.Module) -> list[dict[str, Any]]:
     Of the objects of single parameters only bools are returned, because numbers depend on the rank.
     `unsent_settings_of` returns all other values.
     """
-    things = _things(module)
+    things = _holders(module)
     return [{n: v for n, v in vars(t).items() if _is_plain(v, kinds)} for t, kinds in things]
 
 
@@ -166,7 +166,7 @@ def unsent_settings_of(module: nn.Module) -> dict[str, list[Any]]:
     Tensors of single parameters are omitted, because they hold the parameters.
     """
     found: dict[str, list[Any]] = {}
-    for thing, kinds in _things(module):
+    for thing, kinds in _holders(module):
         for name, value in vars(thing).items():
             if _is_plain(value, kinds):
                 continue
@@ -181,7 +181,7 @@ def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | 
 
     A list that FFT 0.1 has saved is shorter, and has fewer values.
     """
-    for (thing, kinds), values in zip(_things(module), settings or (), strict=False):
+    for (thing, kinds), values in zip(_holders(module), settings or (), strict=False):
         mine = vars(thing)
         fitting = {n: v for n, v in values.items() if n not in mine or _is_plain(mine[n], kinds)}
         mine.update(copy.deepcopy(fitting))
@@ -208,7 +208,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _things(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
+def _holders(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
     """Return the objects with the settings of an FSDP2 module, and the types of those it sends.
 
     The order is part of the state that processes exchange.
