@@ -236,7 +236,7 @@ def _interrupts() -> Iterator[Interrupts]:
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, or by --hosts.")
+        str | None, typer.Option(help="This host's address. Default: 127.0.0.1, or from --hosts.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the bus; 0: a free one.")] = 0,
     hosts: Annotated[
@@ -261,7 +261,8 @@ def serve(
 ) -> None:
     """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it.
 
-    With --hosts, NATS serves it on the first three hosts. On others the command prints the same and
+    With three --hosts or more, NATS servers on the first three form the bus. With two, or without
+    NATS, the first host serves it. On a host without a server, the command prints the same line and
     ends.
     """
     from fft.bus.token import JobToken
@@ -298,12 +299,12 @@ def _serve_on(
     wants_lighthouse: bool,
     token_file: Path | None,
 ) -> None:
-    """Serve what this host has of the bus of several hosts; print how to reach the bus."""
+    """Start the server of this host, if it has one, and print how to reach the bus of all hosts."""
     from fft.bus.token import JobToken
     from fft.launch import services
 
     if wants_lighthouse:
-        raise FftError("--hosts serves no lighthouse: start `fft serve --lighthouse` apart")
+        raise FftError("--hosts serves no lighthouse: run another `fft serve --lighthouse` for it")
     if not (token_file or JobToken.from_env()):
         raise FftError(
             "--hosts needs the same job token on all hosts: add --token-file FILE, on a common "
@@ -324,7 +325,8 @@ def _serve_on(
             put(services.announced(f"FFT_BUS={place.url}", path))
             return
         for number in services.SIGNALS:
-            if signal.getsignal(number) == signal.SIG_DFL:  # also while it waits for the others
+            # `place.start` waits for the other hosts; a signal must end the server meanwhile, too
+            if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         services.serve_forever(place.start(own, token), path)
 
