@@ -129,8 +129,8 @@ def epoch_ends(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def i_leave(s: Local, c: Config, event: Event) -> bool:
-    """This group leaves with the commit."""
-    record = record_of(event)
+    """This group leaves with the commit, which is that of the event or the newest one."""
+    record = record_of(event) or s.head
     return record is not None and c.me.group in record.leavers
 
 

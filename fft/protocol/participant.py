@@ -43,7 +43,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, set_timer
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Part, Row, outermost, without_not
+from fft.protocol.spec import Part, Row, without_not
 from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -58,7 +58,7 @@ class Step:
     source: str
     dest: str
     roles: tuple[Role, Role]
-    """Roles of ``source`` and ``dest``."""
+    """Roles of ``source`` and ``dest``, which are names of phases where these hold."""
     event: str
     guards: dict[str, bool]
     effects: list[str]
@@ -190,16 +190,26 @@ class Participant:
         turn = self.table.take(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        roles = (s.role, self.table.spec.leaves[turn.state].state.role)
-        row = turn.row
-        step = Step(source, turn.state, roles, name, turn.guards, [], row)
+        was, row = s.role, turn.row
+        step = Step(source, turn.state, (was, was), name, turn.guards, [], row)
         out.steps.append(step)
         if row.to is not None:
-            s.state, s.role = turn.state, roles[1]
-            if "." not in row.to or outermost(source) != outermost(row.to):
+            left, leaf = self.table.spec.names[source], self.table.spec.leaves[row.to]
+            s.state, s.role = leaf.name, leaf.state.role
+            if "." not in row.to or left.state is not leaf.state:
                 self._enter(s, out, now)
         self._run(s, out, event, step)
+        self._name_phase(s, event)
+        step.dest, step.roles = s.state, (was, s.role)
         return True
+
+    def _name_phase(self, s: Local, event: Event) -> None:
+        leaf = self.table.spec.names[s.state]
+        for name, phase in leaf.state.phases.items():
+            if all(map(self._checker(s, event), phase.guard)):
+                s.state, s.role = leaf.called(name), phase.role
+                return
+        s.state, s.role = leaf.name, leaf.state.role
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
         return partial(self._holds, s, event)
@@ -216,7 +226,7 @@ class Participant:
         if gone := tuple(name for name in s.timers if name not in lasting):
             s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
             out.effects.append(ClearTimers(gone))
-        for name in self.table.spec.leaves[s.state].state.timers:
+        for name in self.table.spec.names[s.state].state.timers:
             out.effects.append(set_timer(s, self.config, name))
 
     def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:

@@ -83,6 +83,13 @@ class SubState(Strict):
         return frozenset().union(self.on, self.ignore, self.defer)
 
 
+class Phase(Strict):
+    """Another name and role of a state while all guards hold, in traces and for all code."""
+
+    guard: Annotated[list[Name], Field(min_length=1)]
+    role: Role
+
+
 class StateSpec(SubState):
     """One state. For every event it has rows, or ignores or defers the event with a reason.
 
@@ -95,6 +102,10 @@ class StateSpec(SubState):
     role: Role = Field(description="what the state is for; code asks for it, never for the name")
     timers: list[str] = Field(
         default_factory=list, description="armed on entry, cleared on leaving"
+    )
+    phases: dict[str, Phase] = Field(
+        default_factory=dict,
+        description="name: the guards and the role; the first one that holds after a row counts",
     )
     states: dict[str, SubState] = Field(
         default_factory=dict, description="sub-states; a row leads to STATE.sub"
@@ -176,6 +187,10 @@ class Leaf:
         """Events that have rows or are ignored or deferred here."""
         return frozenset().union(self.on, self.ignore, self.defer)
 
+    def called(self, phase: str) -> str:
+        """Return its name in a phase: ``PHASE`` or ``PHASE.sub``."""
+        return phase + self.name.removeprefix(outermost(self.name))
+
 
 def outermost(name: str) -> str:
     """Return ``STATE`` of ``STATE.sub``."""
@@ -242,6 +257,12 @@ class MachineSpec(Strict):
             for sub, inner in (state.states or {"": state}).items()
         ]
         return {leaf.name: leaf for leaf in found}
+
+    @cached_property
+    def names(self) -> dict[str, Leaf]:
+        """The states that a participant can be in, by each of their names."""
+        phases = {leaf.called(p): leaf for leaf in self.leaves.values() for p in leaf.state.phases}
+        return {**self.leaves, **phases}
 
     def row_owners(self) -> Iterator[tuple[tuple[str, ...], Common | SubState]]:
         """Yield (place, owner) for each part of the file that has rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from fft.protocol.scopes import Place, Problem, scope_problems
-from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState, without_not
+from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Phase, Row, SubState, without_not
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
@@ -64,10 +64,24 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
         for i, timer in enumerate(state.timers):
             if timer not in spec.timers:
                 yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
+        for title, phase in state.phases.items():
+            yield from _phase(spec, words, ("states", name, "phases", title), title, phase)
     yield from _timers(spec)
     if isinstance(spec, FsmSpec):
         yield from scope_problems(spec.parameter_groups, spec.scopes, spec.flow)
         yield from _bound(spec)
+
+
+def _phase(
+    spec: MachineSpec, words: Vocabulary, place: Place, name: str, phase: Phase
+) -> Iterator[Problem]:
+    owners = [state for state in spec.states.values() if name in state.phases]
+    if name in spec.states or "." in name or len(owners) > 1:
+        yield place, f"{name} is another state, or has a dot; give the phase a name of its own"
+    if phase.role not in words.roles:
+        yield (*place, "role"), unknown("role", phase.role, words.roles)
+    for i, guard in enumerate(phase.guard):
+        yield from _name(spec, words, (*place, "guard", i), without_not(guard)[0], words.guards)
 
 
 def _bound(spec: FsmSpec) -> Iterator[Problem]:

@@ -254,9 +254,8 @@ def _head_forgotten(s: Local) -> Local:
 
 
 def _leaver_says_ack(raw: Raw) -> None:
-    last = way_to(raw, "last_commit")
-    (row,) = (r for r in on(raw, "voting", "decision") if r["to"] == last)
-    row["effects"].insert(-1, "say_ack_committed")
+    (row,) = (r for r in on(raw, "voting", "decision") if "say_ack_committed" in r["effects"])
+    row["guard"].remove("not i_leave")
 
 
 def _leave_at_once(raw: Raw) -> None:

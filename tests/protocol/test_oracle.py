@@ -429,15 +429,15 @@ def lie(state: str, event: str, index: int, **changed: Any) -> FsmSpec:
 
 LIES = {
     "a commit that is not counted": (
-        lie("COMMIT", "applied", 3, effects=["start_txn"]),
+        lie("COMMIT", "applied", 4, effects=["start_txn"]),
         "says Held",
     ),
     "a torn step that is counted": (
-        lie("COMMIT", "apply_failed", 3, effects=["note_applied", "next_txn", "propose_abort"]),
+        lie("COMMIT", "apply_failed", 4, effects=["note_applied", "next_txn", "propose_abort"]),
         "is ready with another state",
     ),
     "an abort that is applied": (
-        lie("PREPARED", "decision", 3, to="COMMIT", effects=["note_head", "announce", "apply"]),
+        lie("PREPARED", "decision", 2, to="COMMIT", effects=["note_head", "announce", "apply"]),
         "stands 0 times as committed in the register",
     ),
     "a commit that is not decided": (

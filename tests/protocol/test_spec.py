@@ -329,6 +329,21 @@ BAD = {
         "states",
         "EXIT",
     ),
+    "a phase with the name of a state": (
+        changed("      DRAIN_COMMIT: {guard", "      DRAIN_WAIT: {guard"),
+        "states.COMMIT.phases.DRAIN_WAIT",
+        "give the phase a name of its own",
+    ),
+    "unknown guard of a phase": (
+        changed("      DRAIN_COMMIT: {guard: [i_leave]", "      DRAIN_COMMIT: {guard: [i_leav]"),
+        "states.COMMIT.phases.DRAIN_COMMIT.guard.0",
+        "'i_leave'",
+    ),
+    "unknown role of a phase": (
+        changed("role: last_commit", "role: applying"),
+        "states.COMMIT.phases.DRAIN_COMMIT.role",
+        "unknown role 'applying'",
+    ),
     "terminal with rows": (
         changed("    role: terminal", "    role: terminal\n    timers: [pause]"),
         "states.EXIT",
@@ -417,7 +432,7 @@ states:
     hsdp, other = load_spec("hsdp"), load_spec(path)
     assert other.timeouts == {**hsdp.timeouts, "pause": 7.0}
     assert "suspect" in hsdp.states["NORMAL"].on and "suspect" not in other.states["NORMAL"].on
-    assert other.states["COMMIT"].on["applied"][3].effects[-1] == "start_first_txn"
+    assert other.states["COMMIT"].on["applied"][4].effects[-1] == "start_first_txn"
     assert other.states["HEALING"] == hsdp.states["HEALING"]
 
 
@@ -455,7 +470,7 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
 def test_no_code_asks_for_a_state_by_name() -> None:
     """A spec may choose the names of its states, as the code uses roles."""
     specs = [load_machine(name) for name in ("hsdp", "main_thread")]
-    states = {name for spec in specs for name in (*spec.states, *spec.leaves)}
+    states = {name for spec in specs for name in (*spec.states, *spec.names)}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for room in ("fft", "benchmarks")
@@ -530,7 +545,7 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
     other = {place for place, row in ahead.items() if hsdp.get(place) != row}
     assert {place for place in other if place in hsdp} == {
         "states.NORMAL.on.prepared.0",
-        "states.COMMIT.on.applied.3",
+        "states.COMMIT.on.applied.4",
         "states.HEALING.states.barrier.on.begin.0",
         "states.HEALING.states.barrier.exit.1",
     }
