@@ -98,10 +98,10 @@ def reactions(spec: MachineSpec, name: str) -> Iterator[str]:
         raise FftError(unknown("state", name, spec.names))
     leaf = spec.names[name]
     yield f"{leaf.name} ({leaf.state.role})"
-    for phase, known in leaf.state.phases.items():
-        yield f"  {_label(leaf.called(phase), known.guard)} ({known.role})"
-    if leaf.state.timers:
-        yield f"  timers: {', '.join(leaf.state.timers)}"
+    for title, phase in leaf.state.phases.items():
+        yield f"  {_label(leaf.called(title), phase.guard)} ({phase.role})"
+    if leaf.timers:
+        yield f"  timers: {', '.join(leaf.timers)}"
     for event, rows in [*leaf.on.items(), ("after every event", leaf.exit)]:
         if rows:
             yield f"  {event}"

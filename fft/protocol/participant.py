@@ -43,7 +43,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, set_timer
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Part, Row, without_not
+from fft.protocol.spec import Leaf, Part, Row, outermost, without_not
 from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -179,6 +179,8 @@ class Participant:
             s.bus_down = False  # any message shows that the bus works
         if not self._take_row(s, out, event, name, now):
             s.timers, s.bus_down = before
+            if name in (ignored := self.table.spec.names[s.state].ignore):
+                return Outcome("ignored", ignored[name])
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):
             if not self._take_row(s, out, event, EXIT_ROWS, now):
@@ -196,11 +198,14 @@ class Participant:
         if row.to is not None:
             left, leaf = self.table.spec.names[source], self.table.spec.leaves[row.to]
             s.state, s.role = leaf.name, leaf.state.role
-            if "." not in row.to or left.state is not leaf.state:
-                self._enter(s, out, now)
+            is_inside = "." in row.to and left.state is leaf.state
+            if not is_inside or left.name != leaf.name:
+                self._enter(s, out, leaf, leaf.state.timers if is_inside else ())
         self._run(s, out, event, step)
         self._name_phase(s, event)
         step.dest, step.roles = s.state, (was, s.role)
+        if outermost(source) != outermost(s.state):
+            s.since = now
         return True
 
     def _name_phase(self, s: Local, event: Event) -> None:
@@ -220,14 +225,16 @@ class Participant:
         holds = self.guards[word](s, self.config, event, *filter(None, [argument]))
         return holds == is_expected
 
-    def _enter(self, s: Local, out: Outcome, now: float) -> None:
-        s.since = now
-        lasting = self.table.spec.lasting
-        if gone := tuple(name for name in s.timers if name not in lasting):
-            s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
+    def _enter(self, s: Local, out: Outcome, leaf: Leaf, shared: Sequence[str]) -> None:
+        """Clear the timers of the state that is left and arm those of ``leaf``; ``shared`` ones
+        continue."""
+        stay = {*self.table.spec.lasting, *shared}
+        if gone := tuple(name for name in s.timers if name not in stay):
+            s.timers = {name: s.timers[name] for name in s.timers if name in stay}
             out.effects.append(ClearTimers(gone))
-        for name in self.table.spec.names[s.state].state.timers:
-            out.effects.append(set_timer(s, self.config, name))
+        for name in leaf.timers:
+            if name not in shared:
+                out.effects.append(set_timer(s, self.config, name))
 
     def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:
         asks = self._checker(s, event)

@@ -48,22 +48,23 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
         yield ("initial",), unknown("state", spec.initial, spec.leaves)
     for name in (name for name in spec.states if "." in name):
         yield ("states", name), "a dot leads to a sub-state; give the state another name"
+    for home, owner in spec.row_owners():
+        for i, timer in enumerate(getattr(owner, "timers", ())):
+            if timer not in spec.timers:
+                yield (*home, "timers", i), unknown("timer", timer, spec.timers)
     for place, event, rows in _row_lists(spec):
         if event != EXIT_ROWS and event not in events:
             yield place, unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, words, (*place, i), row)
     yield from _sequences(spec, words)
-    for owner, silent in _silent_lists(spec):
+    for place, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
-                yield (*owner, event), unknown("event", event, events)
+                yield (*place, event), unknown("event", event, events)
     for name, state in spec.states.items():
         if state.role not in words.roles:
             yield ("states", name, "role"), unknown("role", state.role, words.roles)
-        for i, timer in enumerate(state.timers):
-            if timer not in spec.timers:
-                yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
         for title, phase in state.phases.items():
             yield from _phase(spec, words, ("states", name, "phases", title), title, phase)
     yield from _timers(spec)
@@ -201,10 +202,10 @@ def _silences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     for name, leaf in spec.leaves.items():
         state = leaf.state
         if state.terminal:
-            if leaf.on or leaf.exit or leaf.defer or state.timers or state.states:
+            if leaf.on or leaf.exit or leaf.defer or leaf.timers or state.states:
                 yield _place(leaf), "a terminal state has no rows, deferrals, timers or sub-states"
             continue
-        timers = [*state.timers, *spec.lasting]
+        timers = [*leaf.timers, *spec.lasting]
         expected = words.answered | {f"timer.{timer}" for timer in timers}
         for event in sorted(expected - leaf.named):
             yield (

@@ -49,10 +49,6 @@ from fft.prove.planting import (
 )
 
 
-def _always(s: Local, c: Config, event: Event) -> bool:
-    return True
-
-
 def _too_few_live(s: Local, c: Config, event: Event) -> bool:
     return len(set(member_peers(s)) - s.dead) < c.min_groups * c.world
 
@@ -191,8 +187,6 @@ def _unseen_in_lineage(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     s.lineage = lineage
     return ()
 
-
-ROLL_BACK = ["cancel_futures", "abort_groups", "restore"]
 
 # --- fencing --------------------------------------------------------------------------------------
 
@@ -423,7 +417,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "committing",
             "decision",
             to="rolling_back",
-            effects=["note_head", "say_ack", *ROLL_BACK],
+            effects=["note_head", "say_ack", "unwind"],
         ),
     ),
     # skips
@@ -559,7 +553,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "voting",
             "timer.vote_window",
             to="rolling_back",
-            effects=["assume_abort", "say_ack", *ROLL_BACK],
+            effects=["assume_abort", "say_ack", "unwind"],
         ),
     ),
     Mutant(
@@ -650,7 +644,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A member begins the epoch's first txn as soon as it is ready itself.",
         "live_set",
         small(formed=False),
-        participant=planted({"all_ready": _always}),
+        participant=planted({"all_ready": GUARDS["i_am_ready"]}),
     ),
     Mutant(
         "own_member_list",

@@ -254,21 +254,21 @@ BAD = {
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
     "a state that has sub-states": (
-        changed("to: HEALING.building", "to: HEALING"),
+        changed("to: HEALING.formed", "to: HEALING"),
         ".to",
-        "say which one: HEALING.forming, HEALING.building",
+        "say which one: HEALING.forming, HEALING.formed",
     ),
     "unknown sub-state": (
-        changed("to: HEALING.building", "to: HEALING.bilding"),
+        changed("to: HEALING.formed", "to: HEALING.fromed"),
         ".to",
-        "did you mean 'HEALING.building'",
+        "did you mean 'HEALING.formed'",
     ),
     "a sub-state that says it twice": (
         changed(
-            "        doc: The next epoch is formed, without this participant.\n",
-            "        ignore: {restored: x}\n",
+            "      formed:\n        doc: >\n",
+            "      formed:\n        ignore: {restored: x}\n        doc: >\n",
         ),
-        "ROLLBACK_SYNC.states.fenced",
+        "HEALING.states.formed",
         "keep one",
     ),
     "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
@@ -496,10 +496,10 @@ def test_a_negated_guard_and_an_argument_are_one_text() -> None:
 def test_state_is_printed_with_the_rows_of_its_outer_state_and_of_common() -> None:
     spec = load_spec("hsdp")
     text = "\n".join(reactions(spec, "HEALING.forming"))
-    assert "timers: ack_window, coordinator_window, quorum, ready_window" in text
+    assert "timers: ack_window, coordinator_window, quorum\n" in text
     assert "  timer.coordinator_window\n    else\n      [not i_gather] suspect_coordinator" in text
     assert "  death\n    else\n      note_death\n      [about_a_member] blame_death" in text
-    assert "ignores prepared: belongs to the epoch that has just ended" in text
+    assert "ignores prepared: the rollback is under way, or it belongs to the epoch" in text
     leaf = spec.leaves["HEALING.forming"]
     rows = sum(map(len, leaf.on.values())) + len(leaf.exit)
     assert sum(line.startswith("    ") and line[4] != " " for line in text.splitlines()) == rows
@@ -546,8 +546,8 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
     assert {place for place in other if place in hsdp} == {
         "states.NORMAL.on.prepared.0",
         "states.COMMIT.on.applied.4",
-        "states.HEALING.states.barrier.on.begin.0",
-        "states.HEALING.states.barrier.exit.1",
+        "states.HEALING.states.formed.on.begin.0",
+        "states.HEALING.states.formed.exit.1",
     }
     flow = "scope_record", ".held.", "timer.flow_interval", "timer.flow_limit"
     assert all(any(word in place for word in flow) for place in other - set(hsdp))
