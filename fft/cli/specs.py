@@ -60,10 +60,10 @@ def check_spec(
             return
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
-    leaves = loaded.leaves.values()
-    names = ([leaf.name, *map(leaf.called, leaf.state.phases)] for leaf in leaves)
-    states = ", ".join(map(" or ".join, names))
-    lines = [f"{loaded.name}: valid; {rows} rows; {len(leaves)} states: {states}"]
+    states = ", ".join(loaded.names)
+    lines = [
+        f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states, by all their names: {states}"
+    ]
     if loaded.doc:
         lines.append(loaded.doc.strip())
     if isinstance(loaded, FsmSpec):

@@ -74,15 +74,15 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
 
 
 def _phase(
-    spec: MachineSpec, words: Vocabulary, place: Place, name: str, phase: Phase
+    spec: MachineSpec, known: Vocabulary, place: Place, name: str, phase: Phase
 ) -> Iterator[Problem]:
     owners = [state for state in spec.states.values() if name in state.phases]
     if name in spec.states or "." in name or len(owners) > 1:
         yield place, f"{name} is another state, or has a dot; give the phase a name of its own"
-    if phase.role not in words.roles:
-        yield (*place, "role"), unknown("role", phase.role, words.roles)
+    if phase.role not in known.roles:
+        yield (*place, "role"), unknown("role", phase.role, known.roles)
     for i, guard in enumerate(phase.guard):
-        yield from _name(spec, words, (*place, "guard", i), without_not(guard)[0], words.guards)
+        yield from _name(spec, known, (*place, "guard", i), without_not(guard)[0], known.guards)
 
 
 def _bound(spec: FsmSpec) -> Iterator[Problem]:
