@@ -49,7 +49,6 @@ from fft.messages.protocol import BusMessage, Decision, Event, Peer, decode, enc
 from fft.protocol.load import load_spec
 from fft.protocol.participant import Outcome
 from fft.protocol.state import Local
-from fft.protocol.table import Table
 from fft.trace.writer import TraceWriter
 
 SPEC = load_spec("hsdp")
@@ -351,7 +350,6 @@ class Metered(LargeJob):
     """A job of metered participants."""
 
     node = MeteredNode
-    table = Table
 
     def __init__(self, design: Design, costs: Costs, groups: int, trace: TraceWriter) -> None:
         self.trace = trace

@@ -58,4 +58,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fft' has no attribute {name!r}")
     if (home := _HOMES[name]) == __name__:
         return importlib.import_module(f"fft.{name}")
-    return getattr(importlib.import_module(home), name)
+    try:
+        return getattr(importlib.import_module(home), name)
+    except ImportError as error:
+        from fft.util.versions import explain  # rarely needed
+
+        explain(error)
+        raise

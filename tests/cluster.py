@@ -103,9 +103,9 @@ class Node(InertHost):
     def timers(self) -> dict[str, SetTimer]:
         """Armed timers by name."""
         return {
-            timer.name: SetTimer(timer.name, due, timer.serial)
-            for due, _, timer in self.core._timers
-            if self.local.timers.get(timer.name) == timer.serial
+            name: SetTimer(name, due, serial)
+            for due, serial, name in self.core._timers
+            if self.local.timers.get(name) == serial
         }
 
     @property

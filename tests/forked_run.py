@@ -57,7 +57,7 @@ class FftRun(Forked):
         self._out, self._err = made / "stdout", made / "stderr"
         self._out.touch(), self._err.touch()
         files = str(self._out), str(self._err)
-        super().__init__(_command, os.getcwd(), files, arguments, new_ranks, env=env)
+        super().__init__(run_command, os.getcwd(), files, arguments, new_ranks, env=env)
 
     @property
     def stdout_text(self) -> str:
@@ -94,7 +94,7 @@ def fft(*arguments: str, within: float, **options: Any) -> subprocess.CompletedP
 # --- in the process of the command ----------------------------------------------------------------
 
 
-def _command(
+def run_command(
     folder: str, files: tuple[str, str], arguments: Sequence[str], new_ranks: bool
 ) -> None:
     from fft.cli import app

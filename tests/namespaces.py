@@ -32,6 +32,13 @@ class Host:
 
     def __init__(self, space: str, name: str, hosts: Path, link: str) -> None:
         self.space, self.name, self.hosts, self.link = space, name, hosts, link
+        self.memory = Path("/dev/shm", space)
+        """Its shared memory, unless it has that of this machine."""
+
+    def forget(self) -> None:
+        """Remove all files in its shared memory, as a loss of power does."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+        self.memory.mkdir()
 
     def ip(self, command: str) -> None:
         """Run ``ip COMMAND`` in its network namespace."""
@@ -45,6 +52,8 @@ class Host:
         _check(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
         _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
         _check(libc.mount(os.fsencode(self.hosts), b"/etc/hosts", None, MS_BIND, None))
+        if self.memory.exists():
+            _check(libc.mount(os.fsencode(self.memory), b"/dev/shm", None, MS_BIND, None))
         socket.sethostname(self.name)
 
 
@@ -80,7 +89,8 @@ def two_hosts(folder: Path, families: str = "46") -> Iterator[tuple[Host, Host]]
 
 @contextmanager
 def hosts_of_one_network(folder: Path, number: int) -> Iterator[list[Host]]:
-    """Hosts that reach each other through a bridge; host n has the address 10.77.0.(n + 1)."""
+    """Hosts with their own shared memory that reach each other through a bridge; host n has the
+    address 10.77.0.(n + 1)."""
     tag = secrets.token_hex(3)
     names = [f"fft{tag}h{n}" for n in range(number)]
     switch, made = f"fft{tag}s", []
@@ -95,6 +105,7 @@ def hosts_of_one_network(folder: Path, number: int) -> Iterator[list[Host]]:
             host = Host(space, space, known, f"v{tag}h{n}")
             _ip(f"link add {host.link} netns {space} type veth peer name p{n} netns {switch}")
             _ip(f"-n {switch} link set p{n} master bridge up")
+            host.forget()
             host.ip(f"addr add 10.77.0.{n + 1}/24 dev {host.link}")
             host.ip("link set lo up")
             host.ip(f"link set {host.link} up")
@@ -103,6 +114,8 @@ def hosts_of_one_network(folder: Path, number: int) -> Iterator[list[Host]]:
     finally:
         for space in (*names, switch):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        for host in made:
+            shutil.rmtree(host.memory, ignore_errors=True)
 
 
 def _ip(command: str) -> None:

@@ -70,7 +70,7 @@ from fft.messages.wire import (
 from fft.protocol.participant import Outcome, Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, Local
-from fft.protocol.table import LookupTable, Table
+from fft.protocol.table import Table
 from fft.prove.clock import Clock
 from fft.prove.virtual_engine import VirtualEngine
 
@@ -546,8 +546,6 @@ class LargeJob:
     """Groups of equal size, one store, and the phases that the job passes through."""
 
     node: type[Node] = Node
-    table: type[Table] = LookupTable
-    """A benchmark measures the time of events with the table that a training job uses."""
 
     def __init__(
         self,
@@ -569,7 +567,7 @@ class LargeJob:
         self._windows: dict[str, float] = {}
         self._mark: tuple[Counter[str], int, float, int, int] = (Counter(), 0, 0.0, 0, 0)
         self._handling: dict[str, float] = {}
-        table = self.table(spec)
+        table = Table(spec)
         participants = [
             Participant(table, self._config(g, r, groups))
             for g in range(groups)

@@ -94,6 +94,31 @@ def advertised_address(host: str, environ: Mapping[str, str] = os.environ) -> st
     return next((address for address in found if not is_loopback(address)), own)
 
 
+def listening_address(host: str) -> str:
+    """Return the address at which a server of this host listens that others reach as ``host``.
+
+    It is a wildcard if ``host`` is a name that does not lead here, or only to a loopback address.
+    """
+    try:
+        family, address = _resolved(host, host)[0]
+    except BusError:
+        return "0.0.0.0"
+    if is_own(host) and (not is_loopback(address) or _means_this_host(host)):
+        return address
+    return "0.0.0.0" if family == socket.AF_INET else "::"
+
+
+def is_own(host: str) -> bool:
+    """Whether ``host`` is an address, or the name of an address, of this host."""
+    try:
+        family, address = _resolved(host, host)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except (BusError, OSError):
+        return False
+    return True
+
+
 def reachable(host: str, bus_url: str) -> str:
     """Return ``host``, or `own_address` if ``host`` does not resolve or is a loopback address."""
     try:

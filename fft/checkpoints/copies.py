@@ -2,25 +2,30 @@
 
 After some commits each rank writes its files into the directory of an attempt, as for a durable
 checkpoint, and last its *part*: a manifest of its own files alone. No rank waits for another. A
-resume combines the parts of one attempt into the manifest of a checkpoint (`HeldCopies.newest`),
+resume combines the parts of one attempt on all hosts into the manifest of a checkpoint (`chosen`),
 which is then loaded like any other. Each group writes the shared state, so that the files of one
 group, or of several groups that hold different ranks, are enough.
 
-This module does not import torch.
+A host that lacks files of the chosen copy has their addresses on other hosts in `SOURCES`, from
+which `fft.checkpoints.peers` fetches them. This module does not import torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from fft.checkpoints.files import (
     Checkpoints,
     DamagedCheckpoint,
     File,
     Manifest,
+    Strict,
     file_stem,
     partial_name,
     sealed,
@@ -30,13 +35,47 @@ from fft.checkpoints.stores import MANIFEST, PARTIAL, LocalStore
 
 PART = ".part"
 """Suffix of the part of a rank, which is written when its files are complete."""
+SOURCES = "sources.json"
+"""File in the directory of a chosen copy: size, digest and addresses of files on other hosts."""
 _READERS = 8
-"""Number of files that are read at the same time for their digests."""
+"""Number of files or hosts that are read at the same time."""
 _OWN = {"files", "writer", "written_at", "resumed_from"}
 """Fields in which the parts of one copy may differ."""
 
-Parts = dict[tuple[str, int], Manifest]
-"""The parts of one copy by (group, rank)."""
+Place = tuple[str, int]
+"""Group and rank."""
+
+
+class Listing(Strict):
+    """The parts on one host by directory and file stem, and why others cannot be used."""
+
+    parts: dict[str, dict[str, Manifest]]
+    problems: tuple[str, ...]
+
+
+class Checked(Strict):
+    """The parts in one directory of a host whose files have the right digests, by file stem."""
+
+    stems: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+class Choice(Strict):
+    """The copy to resume from."""
+
+    manifest: Manifest
+    sources: dict[str, tuple[tuple[int, str], ...]]
+    """For each file of the manifest the hosts that have it, as numbers, and its name there."""
+
+
+class CopiesOfHost(Protocol):
+    """The copies on one host."""
+
+    def listing(self) -> Listing:
+        """Return what the host has, without reading the files."""
+
+    def checked(self, name: str) -> Checked:
+        """Read the files in a directory and compare their digests."""
 
 
 def deliver(store: LocalStore, directory: str, part: Manifest, rank: int) -> None:
@@ -45,26 +84,27 @@ def deliver(store: LocalStore, directory: str, part: Manifest, rank: int) -> Non
     store.write(f"{directory}/{file_stem(part.writer, rank)}{PART}", sealed(part))
 
 
-def keep_newest(root: Path, group: str, rank: int, below: int) -> None:
+def keep_newest(root: Path, stem: str, below: int) -> None:
     """Remove the files of a rank in all copies but its newest complete one.
 
     Args:
         root: The folder of the copies.
+        stem: Stem of the files of the rank.
         below: Step of the copy that begins; its own directory is not touched.
     """
-    stem = file_stem(group, rank)
-    own = [(step, path) for path in root.glob("step-*") if (step := _step(path.name)) != below]
+    own = [(step, path) for path in root.glob("step-*") if (step := step_of(path.name)) != below]
     whole = [step for step, path in own if (path / f"{stem}{PART}").exists() and step < below]
     for step, path in own:
         if step == max(whole, default=None):
             continue
         for name in (MANIFEST, f"{stem}{PART}", f"{stem}.json", f"{stem}.safetensors"):
             (path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # another rank still has files there
-            path.rmdir()
+        if not any(path.glob(f"*{PART}")):  # else another rank still has files there
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _step(name: str) -> int:
+def step_of(name: str) -> int:
+    """Return the step of the copy in a directory."""
     return int(name.partition(PARTIAL)[0].removeprefix("step-"))
 
 
@@ -77,98 +117,24 @@ class HeldCopies:
 
     def steps(self) -> list[int]:
         """Return the steps of which at least one rank has a complete copy."""
-        return sorted({_step(path.parent.name) for path in self.root.glob(f"step-*/*{PART}")})
+        return sorted({step_of(path.parent.name) for path in self.root.glob(f"step-*/*{PART}")})
 
-    def newest(self, below: int | None = None) -> tuple[Manifest | None, list[str]]:
-        """Return the newest copy whose parts agree and whose files verify, ready to be loaded.
-
-        A copy that has the own state of all groups (buffers, random states) is preferred to a newer
-        one that lacks some.
-
-        Args:
-            below: The copy must be of an earlier step.
-
-        Returns:
-            The manifest, which is also written into the directory of the copy, or None; and why
-            other copies, or parts of this one, are not used.
-        """
-        problems, partial = list[str](), list[Manifest]()
-        names = sorted((p.name for p in self.root.glob("step-*")), key=_step, reverse=True)
-        for name in names:
-            if below is not None and _step(name) >= below:
-                continue
-            if not (parts := self._parts(name, problems)):
-                continue  # the job ended in the midst of the first part
+    def listing(self) -> Listing:
+        """See `CopiesOfHost.listing`."""
+        parts, problems = dict[str, dict[str, Manifest]](), list[str]()
+        for path in sorted(self.root.glob(f"step-*/*{PART}")):
+            name = path.parent.name
             try:
-                found = self._combined(name, parts, problems)
+                part = unsealed(Manifest, path.read_bytes(), f"{name}/{path.name}")
             except DamagedCheckpoint as error:
                 problems.append(str(error))
                 continue
-            if found is not None and set(found.groups) >= _expected(parts):
-                return self._chosen(name, found), problems
-            partial += filter(None, (found,))
-        if not partial:
-            return None, problems
-        return self._chosen(_directory(partial[0]), partial[0]), problems
+            if directory_of(part) == name:
+                parts.setdefault(name, {})[path.stem] = part
+        return Listing(parts=parts, problems=tuple(problems))
 
-    def _chosen(self, name: str, found: Manifest) -> Manifest:
-        self.checkpoints.store.write(f"{name}/{MANIFEST}", sealed(found))
-        return found
-
-    def remove_others(self, kept: Manifest | None) -> None:
-        """Remove all copies but ``kept``."""
-        store = self.checkpoints.store
-        for name in store.directories():
-            if kept is None or name != _directory(kept):
-                store.remove(name)
-
-    def _combined(self, name: str, parts: Parts, problems: list[str]) -> Manifest | None:
-        """Return a manifest of the sound files in a directory.
-
-        None if a part of the shared state is in none: the job ended in the midst of the copy, or
-        files are damaged. Raises DamagedCheckpoint if the parts do not belong together.
-        """
-        first = next(iter(parts.values()))
-        for place, part in parts.items():
-            if _common(part) != _common(first):
-                group, rank = place
-                raise DamagedCheckpoint(
-                    f"{name}: group {group} rank {rank} has another lineage or place in the data"
-                )
-        sound = self._sound(name, parts, problems)
-        ranks, groups = range(first.ranks), sorted(_expected(parts))
-        whole = [g for g in groups if all((g, rank) in sound for rank in ranks)]
-        writer = next(iter(whole or groups))
-        files = [file for g in whole for rank in ranks for file in sound[g, rank]]
-        if not whole:  # each rank from a group that has it
-            for rank in ranks:
-                held = next((sound[g, rank] for g in groups if (g, rank) in sound), ())
-                if not held:
-                    return None
-                files += [self._lent(name, file, writer, rank) for file in held]
-        origins = [part.resumed_from for part in parts.values() if part.resumed_from is not None]
-        update = {"writer": writer, "groups": tuple(whole), "files": tuple(files)}
-        return first.model_copy(update=update | {"resumed_from": next(iter(origins), None)})
-
-    def _parts(self, name: str, problems: list[str]) -> Parts:
-        store, found = self.checkpoints.store, Parts()
-        for file in sorted(store.files(name)):
-            if not file.endswith(PART):
-                continue
-            try:
-                part = unsealed(Manifest, store.read(f"{name}/{file}"), f"{name}/{file}")
-            except DamagedCheckpoint as error:
-                problems.append(str(error))
-                continue
-            rank = int(file.removesuffix(PART).rpartition("r")[2])
-            if _directory(part) == name:
-                found[part.writer, rank] = part
-        return found
-
-    def _sound(
-        self, name: str, parts: Parts, problems: list[str]
-    ) -> dict[tuple[str, int], tuple[File, ...]]:
-        """Return the files of the ranks whose digests are right."""
+    def checked(self, name: str) -> Checked:
+        """See `CopiesOfHost.checked`."""
 
         def problem_of(file: File) -> str | None:
             try:
@@ -177,33 +143,143 @@ class HeldCopies:
                 return f"{name}/{file.name}: it cannot be read: {error}"
             return None if is_same else f"{name}/{file.name}: its SHA-256 is not that of its copy"
 
+        parts = self.listing().parts.get(name, {})
         files = [file for part in parts.values() for file in part.files]
         with ThreadPoolExecutor(_READERS) as pool:
             found = dict(zip(files, pool.map(problem_of, files), strict=True))
-        problems += filter(None, found.values())
-        return {
-            place: part.files
-            for place, part in parts.items()
+        sound = [
+            stem
+            for stem, part in parts.items()
             if len(part.files) == 2 and not any(found[file] for file in part.files)
-        }
+        ]
+        return Checked(stems=tuple(sound), problems=tuple(filter(None, found.values())))
 
-    def _lent(self, name: str, file: File, group: str, rank: int) -> File:
-        """Give a file of another group the name that it has in ``group``; both stay."""
-        new = f"{file_stem(group, rank)}.{file.name.rpartition('.')[2]}"
-        if new != file.name:
-            target = self.root / name / new
-            target.unlink(missing_ok=True)
-            os.link(self.root / name / file.name, target)
-        return file.model_copy(update={"name": new})
+    def adopt(self, choice: Choice, urls: Sequence[str], here: int | None) -> None:
+        """Make the chosen copy ready to be loaded by the ranks of this host.
+
+        Args:
+            urls: The addresses of the hosts by number.
+            here: Number of this host, or None if it has nothing.
+        """
+        name, away = directory_of(choice.manifest), dict[str, tuple[int, str, list[str]]]()
+        folder = self.root / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for file in choice.manifest.files:
+            sources = choice.sources[file.name]
+            own = next((there for number, there in sources if number == here), None)
+            if own == file.name:
+                continue
+            (folder / file.name).unlink(missing_ok=True)  # it is damaged
+            if own is not None:
+                os.link(folder / own, folder / file.name)
+            else:
+                places = [f"{urls[number]}/{name}/{there}" for number, there in sources]
+                away[file.name] = file.size, file.sha256, places
+        store = self.checkpoints.store
+        if away:
+            store.write(f"{name}/{SOURCES}", json.dumps(away).encode())
+        store.write(f"{name}/{MANIFEST}", sealed(choice.manifest))
+
+    def remove_others(self, kept: Manifest | None) -> None:
+        """Remove all copies but ``kept``."""
+        store = self.checkpoints.store
+        for name in store.directories():
+            if kept is None or name != directory_of(kept):
+                store.remove(name)
 
 
-def _directory(manifest: Manifest) -> str:
+def chosen(
+    hosts: Sequence[CopiesOfHost], below: int | None = None
+) -> tuple[Choice | None, list[str]]:
+    """Return the newest copy whose parts agree and whose files verify.
+
+    A copy that has the own state of all groups (buffers, random states) is preferred to a newer
+    one that lacks some.
+
+    Args:
+        hosts: The copies of all hosts.
+        below: The copy must be of an earlier step.
+
+    Returns:
+        The copy, or None; and why other copies, or parts of this one, are not used.
+    """
+    problems, partial = list[str](), list[Choice]()
+    with ThreadPoolExecutor(_READERS) as pool:
+        listings = list(pool.map(lambda host: host.listing(), hosts))
+        for listing in listings:
+            problems += listing.problems
+        names = {name for listing in listings for name in listing.parts}
+        for name in sorted(names, key=step_of, reverse=True):
+            if below is not None and step_of(name) >= below:
+                continue
+            there = [number for number, each in enumerate(listings) if name in each.parts]
+            parts = [part for number in there for part in listings[number].parts[name].values()]
+            if (
+                odd := next((p for p in parts if _common(p) != _common(parts[0])), None)
+            ) is not None:
+                rank = _rank_of(odd.files[0].name.rpartition(".")[0])
+                problems.append(
+                    f"{name}: group {odd.writer} rank {rank} has another lineage or place in the "
+                    "data"
+                )
+                continue
+            checked = pool.map(lambda number, name=name: hosts[number].checked(name), there)
+            found = dict(zip(there, checked, strict=True))
+            problems += [problem for each in found.values() for problem in each.problems]
+            held = dict[Place, tuple[Manifest, list[int]]]()
+            for number, each in found.items():
+                for stem in each.stems:
+                    part = listings[number].parts[name][stem]
+                    same = held.setdefault((part.writer, _rank_of(stem)), (part, []))
+                    if same[0].files == part.files:
+                        same[1].append(number)
+            groups = sorted({group for part in parts for group in part.groups})
+            choice = _combined(parts, groups, held)
+            if choice is not None and set(choice.manifest.groups) >= set(groups):
+                return choice, problems
+            partial += filter(None, (choice,))
+    return next(iter(partial), None), problems
+
+
+def _combined(
+    parts: Sequence[Manifest],
+    groups: Sequence[str],
+    held: dict[Place, tuple[Manifest, list[int]]],
+) -> Choice | None:
+    """Return a copy of the sound files ``held``.
+
+    None if a part of the shared state is in none: the job ended in the midst of the copy, or
+    files are damaged.
+    """
+    ranks = range(parts[0].ranks)
+    whole = [group for group in groups if all((group, rank) in held for rank in ranks)]
+    writer = next(iter(whole or groups))
+    places = [((group, rank), (group, rank)) for group in whole for rank in ranks]
+    if not whole:  # each rank from a group that has it
+        for rank in ranks:
+            if (place := next(((g, rank) for g in groups if (g, rank) in held), None)) is None:
+                return None
+            places.append(((writer, rank), place))
+    files, sources = list[File](), dict[str, tuple[tuple[int, str], ...]]()
+    for target, place in places:
+        part, numbers = held[place]
+        for file in part.files:
+            name = f"{file_stem(*target)}.{file.name.rpartition('.')[2]}"
+            files.append(file.model_copy(update={"name": name}))
+            sources[name] = tuple((number, file.name) for number in numbers)
+    origins = [part.resumed_from for part in parts if part.resumed_from is not None]
+    update = {"writer": writer, "groups": tuple(whole), "files": tuple(files)}
+    manifest = parts[0].model_copy(update=update | {"resumed_from": next(iter(origins), None)})
+    return Choice(manifest=manifest, sources=sources)
+
+
+def directory_of(manifest: Manifest) -> str:
+    """Return the name of the directory of a copy."""
     return partial_name(manifest.step, manifest.attempt)
 
 
-def _expected(parts: Parts) -> set[str]:
-    """Return the groups of the epoch in which a copy was made."""
-    return {group for part in parts.values() for group in part.groups}
+def _rank_of(stem: str) -> int:
+    return int(stem.rpartition("r")[2])
 
 
 def _common(part: Manifest) -> dict[str, object]:

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fft.checkpoints.stores import MANIFEST, PARTIAL, REMOVED, Store
 from fft.errors import CheckpointError
 from fft.util.names import in_file_name
+from fft.util.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,13 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint must not be loaded; the message gives its name, the file and the problem."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Data of a file or a message of FFT, without unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class File(_Strict):
+class File(Strict):
     """One file of a checkpoint."""
 
     name: Annotated[str, Field(pattern=_FILE)]
@@ -59,7 +62,7 @@ class File(_Strict):
     sha256: Sha
 
 
-class Scope(_Strict):
+class Scope(Strict):
     """The position of one scope of the job."""
 
     step: Count
@@ -70,7 +73,7 @@ class Scope(_Strict):
     """Slices before the cursor that no txn has consumed."""
 
 
-class Receipt(_Strict):
+class Receipt(Strict):
     """The files that one rank has written and read back; the receipt is written after them.
 
     A rank writes a receipt without files to decline; the writer of the manifest does not wait for
@@ -85,14 +88,14 @@ class Receipt(_Strict):
     """Position of the rank's scope, if each stage has its own scope."""
 
 
-class Origin(_Strict):
+class Origin(Strict):
     """The checkpoint from which the job of this checkpoint had resumed."""
 
     step: Count
     lineage: str
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The description of a checkpoint and the list of its files.
 
     Attributes:
@@ -214,7 +217,17 @@ def unsealed(kind: type[_Sealed], data: bytes, place: str) -> _Sealed:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DamagedCheckpoint(f"{place}: {where}: {first['msg']}") from None
+        there = found.get("fft_version", __version__)
+        fix = "" if there == __version__ else f" ({of_other_version(there)})"
+        raise DamagedCheckpoint(f"{place}: {where}: {first['msg']}{fix}") from None
+
+
+def of_other_version(there: str) -> str:
+    """Return the hint of an error in a checkpoint that another version of FFT has written."""
+    return (
+        f"FFT {there} has written it, and this is FFT {__version__}: an older version may not read "
+        f"it; resume with FFT {there}, or a newer one"
+    )
 
 
 def _digest(data: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from fft.checkpoints.plan import EVERY
 from fft.cli.run import own_folder
 from fft.cli.shared import BusUrl, GroupedHelp, job_client, plain_errors
 from fft.launch.exit_status import IN_WORDS
-from fft.util.terminal import put
+from fft.util.terminal import put, write_err
 
 
 def _finite(seconds: float) -> float:
@@ -90,7 +90,7 @@ _LIMITS = Annotated[
 ]
 _NATS = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Bus of your NATS cluster. Default: a pod serves the bus."),
+    typer.Option(metavar="URL", help="Bus of your NATS cluster. Default: pods serve the bus."),
 ]
 _JOBSET = Annotated[bool, typer.Option("--jobset", help="Print a JobSet instead of Jobs.")]
 _PRINT = Annotated[bool, typer.Option("--print", help="Print the script, and submit nothing.")]
@@ -120,6 +120,7 @@ def slurm(
     The same command with the same --dir continues a job that has ended.
     """
     from fft.launch.placement import Placement
+    from fft.launch.services import bus_notice, nats_is_installed
     from fft.launch.slurm import SlurmError, SlurmJob, submit
 
     with plain_errors():
@@ -146,6 +147,8 @@ def slurm(
             return
         place.mkdir(parents=True, exist_ok=True)
         ids = submit(job, array)
+    if notice := bus_notice(job.bus_hosts(array), nats_is_installed()):
+        write_err(notice)
     put(
         f"submitted as SLURM job {' and '.join(ids)}. Its output: {place}\n"
         f"Watch it with: fft watch {place / 'traces'}\n"
@@ -178,6 +181,7 @@ def k8s(
     from fft.bus.token import JobToken
     from fft.launch.kubernetes import FOLDER, KubernetesJob, name_for, parsed_limits, rendered
     from fft.launch.placement import Placement
+    from fft.launch.services import bus_notice, nats_is_installed
 
     with plain_errors():
         place = checkpoint or (f"{FOLDER}/checkpoints" if claim else None)
@@ -190,11 +194,14 @@ def k8s(
             token=JobToken.fresh(),
             claim=claim,
             bus=bus,
+            nats=nats_is_installed(),
             limits=parsed_limits(limits),
             drain_timeout=drain_timeout,
             run=shlex.split(run),
         )
     put(rendered(job.jobset() if jobset else job.manifests()))
+    if bus is None and (notice := bus_notice(job.pods, job.nats)):
+        write_err(notice)
 
 
 @app.command(epilog=IN_WORDS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from datetime import datetime
@@ -60,7 +61,6 @@ _MIN_GROUPS = Annotated[int, _option(None, "Drain below this number of usable gr
 _TIMEOUT = Annotated[float | None, _option(None, "Kill the job after these seconds.", metavar="S")]
 _DRAIN_TIMEOUT = Annotated[float, _option(None, "Longest drain, in seconds.", metavar="S")]
 _BUS_KIND = Annotated[BusKind, _option(None, "Message bus that is served.", metavar="tcp|nats")]
-_CLUSTER = Annotated[int, _option(None, "Servers of --bus nats: 1, 3 or 5.", metavar="N")]
 _LIGHTHOUSE = Annotated[
     bool | None,
     _option(
@@ -229,8 +229,14 @@ def _interrupts() -> Iterator[Interrupts]:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, or by --hosts.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the bus; 0: a free one.")] = 0,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,C,…", help="Hosts of the job; run the same command on each."),
+    ] = None,
     lighthouse_port: Annotated[
         int, typer.Option(help="Port of the lighthouse; 0: a free one.")
     ] = 0,
@@ -238,12 +244,20 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="File of the job's token; created if it does not exist.")
     ] = None,
-    bus: _BUS_KIND = BusKind.tcp,
-    cluster: _CLUSTER = 1,
+    bus: Annotated[
+        BusKind | None,
+        _option(
+            None, "Message bus. Default: tcp; nats with three --hosts or more.", metavar="tcp|nats"
+        ),
+    ] = None,
     lighthouse: _LIGHTHOUSE = None,
     with_parent: _WITH_PARENT = False,
 ) -> None:
-    """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it."""
+    """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it.
+
+    With --hosts, NATS serves it on the first three hosts. On others the command prints the same and
+    ends.
+    """
     from fft.bus.token import JobToken
     from fft.launch.services import SIGNALS, handed_over, serve_forever, start_services
     from fft.util.die_with_parent import end_with_parent
@@ -251,18 +265,62 @@ def serve(
     if with_parent:
         end_with_parent(SIGNALS)
     _calm_lighthouse()
-    with plain_errors(), handed_over(token_file) as path:
-        services = start_services(
-            host,
-            port,
-            lighthouse_port,
-            job,
-            bus_kind=bus.value,
-            cluster=cluster,
-            with_lighthouse=_wants_lighthouse(lighthouse, lighthouse_port != 0),
-            token=JobToken.from_env() if path is None else JobToken.from_file(path),
+    wants_lighthouse = _wants_lighthouse(lighthouse, lighthouse_port != 0)
+    with plain_errors():
+        if hosts:
+            _serve_on(hosts.split(","), host, port, job, bus, wants_lighthouse, token_file)
+            return
+        with handed_over(token_file) as path:
+            services = start_services(
+                host or "127.0.0.1",
+                port,
+                lighthouse_port,
+                job,
+                bus_kind=(bus or BusKind.tcp).value,
+                with_lighthouse=wants_lighthouse,
+                token=JobToken.from_env() if path is None else JobToken.from_file(path),
+            )
+            serve_forever(services, path)
+
+
+def _serve_on(
+    hosts: Sequence[str],
+    host: str | None,
+    port: int,
+    job: str | None,
+    bus: BusKind | None,
+    wants_lighthouse: bool,
+    token_file: Path | None,
+) -> None:
+    """Serve what this host has of the bus of several hosts; print how to reach the bus."""
+    from fft.bus.token import JobToken
+    from fft.launch import services
+
+    if wants_lighthouse:
+        raise FftError("--hosts serves no lighthouse: start `fft serve --lighthouse` apart")
+    if not (token_file or JobToken.from_env()):
+        raise FftError(
+            "--hosts needs the same job token on all hosts: add --token-file FILE, on a common "
+            "disk or copied to each host"
         )
-        serve_forever(services, path)
+    if host is not None and host not in hosts:
+        raise FftError(f"--host {host}: expected one of --hosts {','.join(hosts)}")
+    notice = services.bus_notice(len(hosts), services.nats_is_installed())
+    if bus is None and notice:
+        write_err(notice)
+    kind = bus or (BusKind.tcp if notice else BusKind.nats)
+    with services.handed_over(token_file) as path:
+        token = JobToken.from_env() if path is None else JobToken.from_file(path)
+        assert token is not None
+        place = services.BusHosts.of(hosts, kind.value, token, port, job or "")
+        own = host or place.own()
+        if own is None or own not in place.hosts:
+            put(services.announced(f"FFT_BUS={place.url}", path))
+            return
+        for number in services.SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:  # also while it waits for the others
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
+        services.serve_forever(place.start(own, token), path)
 
 
 def run(
@@ -285,7 +343,6 @@ def run(
     metrics: _METRICS = None,
     diagnose_after: _DIAGNOSE_AFTER = 4,
     bus: _BUS_KIND = BusKind.tcp,
-    cluster: _CLUSTER = 1,
     join: _JOIN = False,
     ranks_per_host: _RANKS_PER_HOST = None,
     first_group: _FIRST_GROUP = 0,
@@ -314,7 +371,7 @@ def run(
         config = _config(options, join)
         plan = _plan(config)
         restarts = any(fault.kind == "lighthouse_restart" for fault in plan.faults)
-        serve = None if join else (bus, cluster, _wants_lighthouse(lighthouse, restarts))
+        serve = None if join else (bus, _wants_lighthouse(lighthouse, restarts))
         found = _all_starts(config, plan, join, progress, metrics, serve, interrupts)
         _tell(*found)  # still inside `_interrupts`, so a signal does not cut the report
 
@@ -325,7 +382,7 @@ def _all_starts(
     join: bool,
     progress: bool,
     metrics: str | None,
-    serve: tuple[BusKind, int, bool] | None,
+    serve: tuple[BusKind, bool] | None,
     interrupts: Interrupts,
 ) -> tuple[JobOutcome, RunConfig]:
     """Run all starts of the job; return how the last one ended, and its configuration."""
@@ -424,15 +481,14 @@ def _supervise(
     config: RunConfig,
     plan: FaultPlan,
     progress: bool,
-    serve: tuple[BusKind, int, bool] | None,
+    serve: tuple[BusKind, bool] | None,
     interrupts: Interrupts,
     script: Script,
 ) -> JobOutcome:
     """Start the services and supervise the job in this process.
 
     Args:
-        serve: Kind of bus, number of its servers and whether to start a lighthouse, or None to join
-            a running job.
+        serve: Kind of bus and whether to start a lighthouse, or None to join a running job.
         interrupts: Drains the job at the first signal and kills it at the second.
         script: Starts the processes.
     """
@@ -443,6 +499,7 @@ def _supervise(
 
         check_interfaces()
     from fft.bus.token import JobToken
+    from fft.launch.memory import refuse_copies
     from fft.launch.services import Services, start_services
     from fft.launch.supervisor import Joined, Supervisor
     from fft.trace.display import SafeConsole, SilentDisplay, open_display
@@ -453,16 +510,17 @@ def _supervise(
         assert config.bus_url is not None  # `begun` has set it
         services = replace(Joined.from_env(), bus_url=config.bus_url)
     else:
-        bus, cluster, lighthouse = serve
+        bus, lighthouse = serve
         token = token or JobToken.fresh()
         services = start_services(
             min_groups=config.min_groups,
             bus_kind=bus.value,
-            cluster=cluster,
             with_lighthouse=lighthouse,
             token=token,
         )
     try:
+        if serve is not None and config.has_other_hosts and token is not None:
+            refuse_copies(services.bus_url, token)
         display = open_display(SafeConsole()) if progress else SilentDisplay(SafeConsole())
         supervisor = Supervisor(config, plan, services, display, token, script)
         interrupts.output = str(config.trace_dir / "fft-run.log")

@@ -308,7 +308,8 @@ class EngineCore:
         self._inbox: deque[Posted] = deque()
         self._answers: deque[Event] = deque()
         """Events that result from replies to calls; handled before all others."""
-        self._timers: list[tuple[float, int, Timer]] = []
+        self._timers: list[tuple[float, int, str]] = []
+        """Heap of (time, serial, name)."""
         self._chores: deque[Callable[[], Calls[None]]] = deque()
         """Cleanup work, which runs when no event is queued."""
         self._records = _Records(self, wiring)
@@ -381,7 +382,8 @@ class EngineCore:
         if self._chores and not self._inbox:
             return self._chores.popleft()()
         if self._timers and self._timers[0][0] <= self._now:
-            return self._handle(heapq.heappop(self._timers)[2])
+            _, serial, name = heapq.heappop(self._timers)
+            return self._handle(Timer(name, serial))
         return self._take(self._inbox.popleft()) if self._inbox else None
 
     def _take(self, posted: Posted) -> Calls[None]:
@@ -473,10 +475,9 @@ class EngineCore:
             case AbortGroups(cause=cause):
                 self._host.abort_groups(cause)
             case SetTimer(name=name, seconds=seconds, serial=serial):
-                timer = self._now + seconds, serial, Timer(name, serial)
-                heapq.heappush(self._timers, timer)
+                heapq.heappush(self._timers, (self._now + seconds, serial, name))
             case ClearTimers(names=names):
-                self._timers = [t for t in self._timers if t[2].name not in names]
+                self._timers = [t for t in self._timers if t[2] not in names]
                 heapq.heapify(self._timers)
             case Restore() | Heal() | Apply() | StartTxn():
                 self._slot.put(effect)
@@ -577,8 +578,8 @@ class EngineCore:
         if seconds < SILENCE_S:
             return
         self._timers = [
-            (due if timer.name in _BUS_TIMERS else due + seconds, serial, timer)
-            for due, serial, timer in self._timers
+            (due if name in _BUS_TIMERS else due + seconds, serial, name)
+            for due, serial, name in self._timers
         ]
         heapq.heapify(self._timers)
 

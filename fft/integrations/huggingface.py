@@ -339,7 +339,9 @@ def _manager(args: Any) -> fft.ManagerFFT:
     limit, is_cuda = timedelta(seconds=args.ddp_timeout), args.device.type == "cuda"
     pg = process_group(is_cuda, limit)
     shard_pg = shard_process_group(is_cuda, limit) if ranks() > 1 else None
-    return fft.ManagerFFT(pg, None, None, min_replica_size=1, shard_pg=shard_pg)
+    # the Trainer reads its counters, which are part of the state, before its first step
+    config = fft.ManagerConfig(learners="never")
+    return fft.ManagerFFT(pg, None, None, min_replica_size=1, shard_pg=shard_pg, config=config)
 
 
 def _refuse_unsupported(args: Any, ranks: int) -> None:

@@ -1,8 +1,9 @@
 """Kubernetes: render the manifests of a job.
 
 There is an Indexed Job for the bus, one for the groups and one for the spares. Each index is one
-pod. A pod of a group or a spare waits for the bus and runs `fft run --join`. It translates the exit
-status of FFT for the failure policy of its Job.
+pod. With three pods of groups and spares or more, three pods serve the bus: one that judges the
+job, and its two peers. A pod of a group or a spare waits for the bus and runs `fft run --join`. It
+translates the exit status of FFT for the failure policy of its Job.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import yaml
 from fft.bus.token import JobToken
 from fft.errors import ConfigError
 from fft.launch.placement import Placement
+from fft.launch.services import SERVERS, BusHosts
 
 FOLDER = "/job"
 """Folder of the job in the pods of groups and spares: the volume of the claim, or an emptyDir."""
 PORT = 29500
+_COMPONENT = "app.kubernetes.io/component"
+"""Label of the role of a pod."""
 _JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 """Label by which Kubernetes names the Job of a pod. A Job that is applied again has another UID."""
 _LONGEST_NAME = 40
@@ -47,31 +51,40 @@ alive() { kill -0 "$1" 2>/dev/null; }
 tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for 5 s at most
 """
 
+_PEERS_S = 15
+"""How long a peer serves longer than the pod that judges the job, in seconds."""
+
 _BUS = (
     """\
-# SIGTERM drains the groups, and this pod serves the bus until they have left.
+# SIGTERM @ON_TERM@.
 stop= drained=
 trap 'stop=1' TERM
 """
     + _ALIVE
     + """\
-export FFT_BUS=tcp://127.0.0.1:@PORT@/@NAME@
-exec {out}< <(trap '' TERM; exec fft serve --host 0.0.0.0 --port @PORT@ \\
-  --job @NAME@ --no-lighthouse)
+leave() {  # a leader of the bus hands over
+  kill -HUP "$serve"
+  while alive "$serve"; do tick; done
+  exit 75
+}
+exec {out}< <(trap '' TERM; exec fft serve --port @PORT@ --job @NAME@ @SERVE@)
 serve=$!
-until read -r <&"$out"; do alive "$serve" || exit 1; done
+until read -r -t 5 <&"$out"; do
+  alive "$serve" || exit 1
+  if [ -n "$stop" ]; then exit 75; fi
+  if [ "$SECONDS" -gt @NO_BUS_S@ ]; then exit @NO_BUS_STATUS@; fi
+done
 while :; do
   fft launch outcome --groups @GROUPS@ --wait & over=$!
   while alive "$over"; do
     if [ -n "$stop" ] && [ -z "$drained" ]; then
-      fft drain --all --wait 10
-      drained=1
+      @ON_STOP@; drained=1
     fi
     tick
   done
   wait "$over"
   status=$?
-  [ "$status" = 75 ] && [ -z "$stop" ] || break
+  [[ "$status" = @GO_ON@ ]] && [ -z "$stop" ] && alive "$serve" || break
   tick  # the groups were drained or lost, and their new pods join this bus
 done@LATE@
 case $status in
@@ -173,7 +186,9 @@ class KubernetesJob:
     claim: str | None = None
     """PersistentVolumeClaim that the pods of groups and spares mount as the folder of the job."""
     bus: str | None = None
-    """URL of a NATS bus of the user. By default a pod serves the bus."""
+    """URL of a NATS bus of the user. By default pods of the job serve the bus."""
+    nats: bool = True
+    """Whether NATS serves the bus if the job has three pods or more."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """Resource limits of a group's pod, such as ``nvidia.com/gpu``."""
     drain_timeout: float = 60.0
@@ -206,7 +221,7 @@ class KubernetesJob:
                 "apiVersion": "batch/v1",
                 "kind": "Job",
                 "metadata": self._metadata(role),
-                "spec": self._job(role, f"{self.name}-bus-0", late_s=0 if self.claim else _LATE_S),
+                "spec": self._job(role, "", late_s=0 if self.claim else _LATE_S),
             }
             for role in self._roles()
         ]
@@ -221,7 +236,7 @@ class KubernetesJob:
                 "replicas": 1,
                 "template": {
                     "metadata": {"labels": self._labels(role)},
-                    "spec": self._job(role, f"{self.name}-bus-0-0"),
+                    "spec": self._job(role, "-0"),
                 },
             }
             for role in roles
@@ -239,8 +254,14 @@ class KubernetesJob:
         }
         return [self._secret(), jobset]
 
+    @property
+    def pods(self) -> int:
+        """Number of pods of groups and spares."""
+        return self.placement.groups * self.placement.parts_of_group + self.placement.spare_nodes
+
     def _roles(self) -> list[str]:
-        bus = [] if self.bus else ["bus"]
+        peers = ["peer"] if self.nats and self.pods >= SERVERS else []
+        bus = [] if self.bus else ["bus", *peers]
         return [*bus, "group", *(["spare"] if self.placement.spare_nodes else [])]
 
     def _labels(self, role: str | None = None) -> dict[str, str]:
@@ -248,7 +269,7 @@ class KubernetesJob:
             "app.kubernetes.io/instance": self.name,
             "app.kubernetes.io/managed-by": "fft",
         }
-        return labels if role is None else {**labels, "app.kubernetes.io/component": role}
+        return labels if role is None else {**labels, _COMPONENT: role}
 
     def _metadata(self, role: str | None = None) -> dict[str, Any]:
         name = self.name if role is None else f"{self.name}-{role}"
@@ -262,15 +283,17 @@ class KubernetesJob:
             "stringData": {"token": self.token.text(), **({"bus": self.bus} if self.bus else {})},
         }
 
-    def _job(self, role: str, bus_host: str, late_s: int = 0) -> dict[str, Any]:
+    def _job(self, role: str, suffix: str, late_s: int = 0) -> dict[str, Any]:
         """Return the spec of the Indexed Job of one role.
 
         Args:
+            suffix: Part of the names of pods between role and index, in a JobSet.
             late_s: How long the bus serves after the end for pods that come back, in seconds.
         """
         place = self.placement
         pods = place.groups * place.parts_of_group
-        count = {"bus": 1, "group": pods, "spare": place.spare_nodes}[role]
+        peers = SERVERS - 1
+        count = {"bus": 1, "peer": peers, "group": pods, "spare": place.spare_nodes}[role]
         return {
             "completionMode": "Indexed",
             "completions": count,
@@ -289,19 +312,21 @@ class KubernetesJob:
             },
             "template": {
                 "metadata": {"labels": self._labels(role)},
-                "spec": self._pod(role, bus_host, late_s),
+                "spec": self._pod(role, suffix, late_s),
             },
         }
 
-    def _pod(self, role: str, bus_host: str, late_s: int) -> dict[str, Any]:
+    def _pod(self, role: str, suffix: str, late_s: int) -> dict[str, Any]:
         secret = f"{self.name}-token"
-        url = {"value": f"tcp://{bus_host}.{self.name}:{PORT}/{self.name}"}
-        text = self._bus(late_s) if role == "bus" else self._part(role)
+        place = self._place(suffix)
+        url = {"value": place.url}
+        serves = role in ("bus", "peer")
+        text = self._bus(role, place, late_s) if serves else self._part(role)
         container: dict[str, Any] = {
             "name": "fft",
             "image": self.image,
             "command": ["bash", "-c", text, f"fft-{role}"],
-            "args": [] if role == "bus" else self._command(role),
+            "args": [] if serves else self._command(role),
             "env": [
                 {"name": "FFT_BUS", **(_from_secret(secret, "bus") if self.bus else url)},
                 {"name": "FFT_TOKEN", **_from_secret(secret, "token")},
@@ -313,8 +338,8 @@ class KubernetesJob:
             "terminationGracePeriodSeconds": round(self.drain_timeout) + _GRACE_S,
             "containers": [container],
         }
-        if role == "bus":
-            return pod
+        if serves:
+            return pod if len(place.hosts) == 1 else {**pod, **self._spread("bus", "peer")}
         if self.limits:
             container["resources"] = {"limits": dict(self.limits)}
         shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # the default is 64 MB
@@ -326,13 +351,28 @@ class KubernetesJob:
             {"name": "job", "mountPath": FOLDER},
             {"name": "shm", "mountPath": "/dev/shm"},
         ]
-        spread = {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": self._labels(role)},
+        return {**pod, **self._spread(role), "volumes": [folder, shm]}
+
+    def _place(self, suffix: str) -> BusHosts:
+        """Return the names of the pods that serve the bus."""
+        pods = ["bus", "peer"] if "peer" in self._roles() else ["bus"]
+        names = [f"{pods[0]}{suffix}-0", *(f"{p}{suffix}-{n}" for p in pods[1:] for n in (0, 1))]
+        return BusHosts([f"{self.name}-{each}.{self.name}" for each in names], PORT, self.name)
+
+    def _spread(self, *roles: str) -> dict[str, Any]:
+        """Return the field that spreads the pods of some roles over the nodes."""
+        of_roles = {"key": _COMPONENT, "operator": "In", "values": [*roles]}
+        selector = {"matchLabels": self._labels(), "matchExpressions": [of_roles]}
+        return {
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": selector,
+                }
+            ]
         }
-        return {**pod, "topologySpreadConstraints": [spread], "volumes": [folder, shm]}
 
     def _command(self, role: str) -> list[str]:
         """Return the `fft run` command of a pod, in which Kubernetes expands ``$(NAME)``."""
@@ -342,16 +382,35 @@ class KubernetesJob:
             own[own.index("--first-group") + 1] = "$(JOB_COMPLETION_INDEX)"
         options = [
             *place.common_options(),
-            *("--no-lighthouse", "--no-progress", "--trace-dir", f"{FOLDER}/traces"),
+            *("--no-progress", "--trace-dir", f"{FOLDER}/traces"),
             *("--drain-timeout", f"{self.drain_timeout:g}", *self.checkpoint, *self.run),
         ]
         return ["fft", "run", *own, *map(_literal, [*options, *self.script])]
 
-    def _bus(self, late_s: int) -> str:
+    def _bus(self, role: str, place: BusHosts, late_s: int) -> str:
         # A spare pod completes the group of a lost pod, which may still come back.
         statuses = "0 | 3" if self.placement.spare_nodes else "3"
+        if role == "peer":
+            statuses, late_s = "0 | 3", late_s + _PEERS_S
+        values: dict[str, object] = {
+            "ON_TERM": "drains the groups, and this pod serves the bus until they have left",
+            "ON_STOP": "fft drain --all --wait 10",
+            "SERVE": "--host 0.0.0.0",
+            "GO_ON": "75",
+        }
+        if len(place.hosts) > 1:
+            hosts = ",".join(place.hosts)
+            values = {
+                "ON_TERM": "ends this pod; the two other ones serve the bus meanwhile",
+                "ON_STOP": "leave",
+                "SERVE": f'--bus nats --hosts {hosts} --host "$HOSTNAME.{self.name}"',
+                "GO_ON": "75 || $status = 2",  # without a majority until other pods are back
+            }
         late = self._filled(_LATE, {"STATUSES": statuses, "LATE_S": late_s}) if late_s else ""
-        return self._filled(_BUS, {"PORT": PORT, "NAME": self.name, "LATE": late})
+        values |= {"NO_BUS_S": _NO_BUS_S, "NO_BUS_STATUS": 0 if role == "peer" else 69}
+        text = self._filled(_BUS, {**values, "PORT": PORT, "NAME": self.name, "LATE": late})
+        local = f"export FFT_BUS=tcp://127.0.0.1:{PORT}/{self.name}\n"
+        return text if len(place.hosts) > 1 else local + text
 
     def _part(self, role: str) -> str:
         values = {"HELD_S": _HELD_S, "NO_BUS_S": _NO_BUS_S, "NO_BUS_STATUS": int(role == "group")}

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from fft.errors import ConfigError
 
-BUS_NODE = 0
-"""The node that serves the bus, if the job has no bus of its own elsewhere."""
-
 
 @dataclass(frozen=True)
 class Part:

@@ -1,15 +1,16 @@
 """Ray: run a job on a Ray cluster, with an actor for each group.
 
 An actor supervises its group by `fft run --join`. The ranks are its child processes, not actors,
-and end with it. If a node is lost, Ray starts its actors on other nodes. The bus is an actor on the
-node of the driver. If it is lost, the driver starts bus and actors again from a checkpoint, if
-the job has one.
+and end with it. If a node is lost, Ray starts its actors on other nodes. An actor on the node of
+the driver serves the bus, with actors on two other nodes if the cluster has them. If the bus is
+lost, the driver starts bus and actors again from a checkpoint, if the job has one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from fft.checkpoints.stores import open_store
 from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
+from fft.launch.services import SERVERS, bus_notice, nats_is_installed
 from fft.launch.supervisor.ending import Outage
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
@@ -57,11 +59,12 @@ _END_S = 5.0
 
 
 class _Bus:
-    """The actor that serves the bus."""
+    """An actor that serves the bus; if its node is lost, it is not started again."""
 
-    def start(self, token: str) -> str:
-        """Start the bus, and return its URL."""
-        command = [*_PROGRAM, "serve", "--host", ray.util.get_node_ip_address(), "--no-lighthouse"]
+    def start(self, host: str, hosts: Sequence[str], kind: str, job: str, token: str) -> str:
+        """Start the server of ``host``, and return the URL of the bus."""
+        command = [*_PROGRAM, "serve", "--hosts", ",".join(hosts), "--host", host]
+        command += ["--bus", kind, "--job", job]
         env = {**os.environ, "FFT_TOKEN": token}
         self._server = subprocess.Popen(tied(command), env=env, stdout=subprocess.PIPE, text=True)
         assert self._server.stdout is not None
@@ -103,7 +106,7 @@ class _Job:
         return [
             *self.placement.common_options(),
             *self.placement.options(part),
-            *("--no-lighthouse", "--no-progress", *take_over, "--trace-dir", str(self.traces)),
+            *("--no-progress", *take_over, "--trace-dir", str(self.traces)),
             *("--drain-timeout", f"{self.drain_timeout:g}", *self.checkpoint, *self.script),
         ]
 
@@ -173,21 +176,30 @@ def _newest_step(place: str | None) -> int | None:
 def _run_once(job: _Job, resources: Mapping[str, float]) -> Outcome:
     """Run the job on a bus of its own until it has ended. Raises BusError if the bus is lost."""
     token = JobToken.fresh()
-    bus = _on_own_node(_Bus)
+    own = ray.get_runtime_context().get_node_id()
+    alive = [each for each in ray.nodes() if each["Alive"]]
+    alive.sort(key=lambda each: each["NodeID"] == own)  # of nodes with one address, the own one
+    nodes = {each["NodeManagerAddress"]: each["NodeID"] for each in alive}
+    if notice := bus_notice(len(nodes), nats_is_installed()):
+        logger.warning("%s", notice)
+    hosts = sorted(nodes, key=lambda host: nodes[host] != own)[: 1 if notice else SERVERS]
+    place = hosts, "tcp" if notice else "nats", f"ray-{secrets.token_hex(4)}", token.text()
+    servers = [_on_node(nodes[host]) for host in hosts]
     try:
-        url = str(ray.get(bus.start.remote(token.text())))
-        return _supervised(job, url, token, resources)
+        starts = zip(servers, hosts, strict=True)
+        urls = [server.start.remote(host, *place) for server, host in starts]
+        return _supervised(job, str(ray.get(urls)[0]), token, resources)
     except ray.exceptions.RayError as error:
         raise FftError(f"Ray could not run the job: {error}") from error
     finally:
-        ray.kill(bus)
+        for server in servers:
+            ray.kill(server)
 
 
-def _on_own_node(actor: type[_Bus]) -> Any:
-    """Start an actor on the node of the driver."""
-    node = ray.get_runtime_context().get_node_id()
+def _on_node(node: str) -> Any:
+    """Start an actor of the bus on a node."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=strategy).remote()
+    return ray.remote(num_cpus=0)(_Bus).options(scheduling_strategy=strategy).remote()
 
 
 def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, float]) -> Outcome:

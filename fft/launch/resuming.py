@@ -18,26 +18,28 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from fft.bus import open_job_bus
 from fft.bus.base import BusUnreachable
 from fft.bus.token import JobToken
-from fft.checkpoints.copies import HeldCopies
+from fft.checkpoints.copies import Choice, CopiesOfHost, HeldCopies, chosen
 from fft.checkpoints.files import Checkpoints, choose, name_of
 from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.checkpoints.stores import NoRoom, open_store
 from fft.errors import CheckpointError, FftError
 from fft.launch.exit_status import ExitStatus
-from fft.launch.memory import copies_folder
+from fft.launch.memory import NAMED, agreed, copies_folder, enter_host
 from fft.launch.supervisor import JobOutcome, Joined, RunConfig
 from fft.launch.supervisor.config import SOON, SupervisorError
 from fft.launch.supervisor.groups import Restarts
 from fft.launch.trace_directory import folder_for, held_traces
 from fft.messages.fault_plans import FaultPlan
-from fft.operate.entering import enter
+from fft.operate.entering import JobStart, enter
+from fft.protocol.timeouts import bus_operation
 from fft.trace.report import save_plan
 from fft.util.files import why_not_private
 from fft.util.remove_after_death import vanishing
@@ -45,8 +47,6 @@ from fft.util.remove_after_death import vanishing
 logger = logging.getLogger(__name__)
 
 
-_NAMED = 8
-"""Maximum number of unused copies that the traces of a start name."""
 _STARTS = 3
 """Number of starts in a row that may die at the same step of the same cause; after these the job
 is not started again."""
@@ -82,8 +82,8 @@ def held(config: RunConfig, joins: bool) -> Iterator[tuple[RunConfig, Callable[[
                 store.prepare()
             undo.enter_context(nullcontext() if joins else store.hold())
         compiled = undo.enter_context(compile_cache(config, joins))
-        copies, keep = undo.enter_context(copies_folder(config, joins))
-        yield replace(config, compiled=compiled, copies=copies), keep
+        copies, server, keep = undo.enter_context(copies_folder(config, joins))
+        yield replace(config, compiled=compiled, copies=copies, copies_server=server), keep
 
 
 def begun(
@@ -106,7 +106,9 @@ def begun(
     plan, step = config.checkpoint, None
     if plan is not None and resume:
         plan = replace(plan, resume=True)
-    copies = _begin_with_copy(config, plan, joins, resume or config.resume, below)
+    token = JobToken.from_env()
+    start = enter(Joined.from_env().bus_url, token) if joins else None
+    copies = _begin_with_copy(config, plan, start, resume or config.resume, below)
     if plan is not None and not (joins and plan.resume is False):
         store = open_store(str(plan.place))
         if copies is None or copies.resume is None:
@@ -119,7 +121,6 @@ def begun(
     if step is None and (resume or config.resume):
         place = "in memory" if plan is None else f"at {plan.place}"
         logger.warning("no checkpoint %s yet: the job begins at its start", place)
-    start = enter(Joined.from_env().bus_url, JobToken.from_env()) if joins else None
     folder = folder_for(config.trace_dir, None if start is None else start.name)
     bus_url = None if start is None else start.url
     found = replace(config, resume_step=step, trace_dir=folder, bus_url=bus_url)
@@ -127,35 +128,57 @@ def begun(
 
 
 def _begin_with_copy(
-    config: RunConfig, plan: Checkpointing | None, joins: bool, resume: bool, below: int | None
+    config: RunConfig,
+    plan: Checkpointing | None,
+    start: JobStart | None,
+    resume: bool,
+    below: int | None,
 ) -> MemoryPlan | None:
     """Return the settings of the copies in memory, with the one to resume from, if any.
 
     It is the newest one that verifies, unless there is a checkpoint of a later step. All others
     are removed.
+
+    Args:
+        start: The start of a job that may have other hosts, whose copies count as well.
     """
     if config.copies is None:
         return None
-    copies, manifest, problems = HeldCopies(config.copies.place), None, list[str]()
+    copies, problems = HeldCopies(config.copies.place), list[str]()
+    choice: Choice | None = None
+
+    def choose(hosts: Sequence[CopiesOfHost]) -> tuple[Choice | None, list[str]]:
+        choice, problems = chosen(hosts, below)
+        if choice is None or plan is None:
+            return choice, problems
+        entries = Checkpoints(open_store(str(plan.place))).found()
+        steps = [e.step for e in entries if e.step is not None and e.problem is None]
+        newest = max((s for s in steps if below is None or s < below), default=-1)
+        return choice if newest <= choice.manifest.step else None, problems
+
+    if resume and start is None:
+        choice, problems = choose([copies])
+        if choice is not None:
+            copies.adopt(choice, [""], 0)
+    elif start is not None and (server := config.copies_server) is not None:
+        with open_job_bus(start.url, JobToken.from_env(), bus_operation(start.url)) as bus:
+            enter_host(bus, server, config.groups)
+            found = agreed(bus, server, config.parts_in_all, choose) if resume else None
+        if found is not None:
+            choice, problems = found.choice, list(found.problems)
+    for problem in problems:
+        logger.error("a copy in memory is not used: %s", problem)
+    manifest = None if choice is None else choice.manifest
     expected = set(map(str, range(config.groups_in_all)))
-    if resume and not joins:
-        manifest, problems = copies.newest(below)
-        for problem in problems:
-            logger.error("a copy in memory is not used: %s", problem)
-        if manifest is not None and plan is not None:
-            store = Checkpoints(open_store(str(plan.place)))
-            steps = [e.step for e in store.found() if e.step is not None and e.problem is None]
-            newest = max((s for s in steps if below is None or s < below), default=-1)
-            manifest = manifest if newest <= manifest.step else None
-        if manifest is not None and (lacking := expected - set(manifest.groups)):
-            logger.warning(
-                "the copy of step %d has no buffers and random states of group %s",
-                manifest.step,
-                ", ".join(sorted(lacking)),
-            )
+    if manifest is not None and (lacking := expected - set(manifest.groups)):
+        logger.warning(
+            "the copy of step %d has no buffers and random states of group %s",
+            manifest.step,
+            ", ".join(sorted(lacking)),
+        )
     copies.remove_others(manifest)
     step = None if manifest is None else manifest.step
-    return replace(config.copies, resume=step, unused=tuple(problems[:_NAMED]))
+    return replace(config.copies, resume=step, unused=tuple(problems[:NAMED]))
 
 
 def _clear(checkpoints: Checkpoints) -> None:

@@ -6,21 +6,23 @@ process-wide effect is the signal handling of `serve_forever`, which is a progra
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from fft.bus.addresses import advertised_address, joined
-from fft.bus.token import JobToken
+from fft.bus.addresses import advertised_address, is_own, joined, listening_address
+from fft.bus.token import TOKEN_USER, JobToken
 from fft.errors import BusError, FftError
 from fft.util.remove_after_death import vanishing
 from fft.util.terminal import put
@@ -75,6 +77,108 @@ def once_free(make: Callable[[], T], taken: type[Exception]) -> T:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+SERVERS = 3
+"""Number of hosts that serve the bus by NATS; it survives the loss of one of them."""
+_PORTS = range(20_000, 32_000, 2)
+"""Ports of the bus on several hosts, below the system's range for outgoing connections. The servers
+reach each other at the port that follows."""
+
+
+def nats_is_installed() -> bool:
+    """Whether this environment has a client and a server of NATS."""
+    from fft.bus.natsserver import find_server
+
+    try:
+        find_server()
+    except BusError:
+        return False
+    return importlib.util.find_spec("nats") is not None
+
+
+def bus_notice(hosts: int, has_nats: bool) -> str | None:
+    """Return what a job on so many hosts loses with the host of its bus; None if NATS serves it."""
+    if hosts >= SERVERS and has_nats:
+        return None
+    lost = (
+        "one host serves the bus: if it is lost, the job stops, and resumes from the newest copy "
+        "of its state when the bus is served again. "
+    )
+    if hosts < SERVERS:
+        return f"{lost}A job on {SERVERS} hosts or more has NATS servers on {SERVERS} of them"
+    return f"{lost}After pip install 'fft-torch[nats]' on all hosts, {SERVERS} of them serve it"
+
+
+@dataclass(frozen=True)
+class BusHosts:
+    """The bus of a job on several hosts, as all of them derive it from the same arguments."""
+
+    hosts: Sequence[str]
+    """The hosts that have a server: three by NATS, or one."""
+    port: int
+    job: str
+
+    @classmethod
+    def of(cls, hosts: Sequence[str], kind: str, token: JobToken, port: int, job: str) -> BusHosts:
+        """Place the servers.
+
+        Args:
+            hosts: Names or addresses of the hosts of the job.
+            kind: ``"nats"`` or ``"tcp"``.
+            port: Port of the bus; 0 chooses one by the token and the job.
+            job: Name of the job; an empty one is chosen by the token.
+
+        Raises:
+            ServiceError: There are fewer than three hosts for NATS, or a host is named twice.
+        """
+        if len(set(hosts)) < len(hosts) or not all(hosts):
+            raise ServiceError(f"--hosts {','.join(hosts)}: expected different hosts, as in A,B,C")
+        if kind == "nats" and len(hosts) < SERVERS:
+            raise ServiceError(
+                f"--hosts {','.join(hosts)}: expected at least {SERVERS} hosts for --bus nats; add "
+                "hosts, or leave --bus out"
+            )
+        job = job or f"job-{token.key('job on hosts')[:4].hex()}"
+        number = int.from_bytes(token.key("port on hosts", job)[:4], "big")
+        count = SERVERS if kind == "nats" else 1
+        return cls(tuple(hosts[:count]), port or _PORTS[number % len(_PORTS)], job)
+
+    @property
+    def url(self) -> str:
+        """URL of the bus."""
+        places = ",".join(joined(host, self.port) for host in self.hosts)
+        login = f"nats://{TOKEN_USER}@" if len(self.hosts) > 1 else "tcp://"
+        return f"{login}{places}/{self.job}"
+
+    def own(self) -> str | None:
+        """Return the host with a server that is this one, or None.
+
+        Raises:
+            ServiceError: Several are.
+        """
+        found = [host for host in self.hosts if is_own(host)]
+        if len(found) > 1:
+            raise ServiceError(
+                f"{' and '.join(found)} are all this host: choose one of them with --host"
+            )
+        return found[0] if found else None
+
+    def start(self, host: str, token: JobToken) -> Services:
+        """Start the server of ``host``, and wait until the bus is served.
+
+        Raises:
+            ServiceError: The server cannot be started.
+        """
+
+        def bus(_at: int | None) -> _BusServer:
+            address, hosts = listening_address(host), self.hosts if len(self.hosts) > 1 else ()
+            kind = "nats" if hosts else "tcp"
+            return _started_bus(kind, host if hosts else address, self.port, self.job, token, hosts)
+
+        services = Services(host, bus, None)
+        services.bus_url = self.url
+        return services
 
 
 class Services:
@@ -163,7 +267,6 @@ def start_services(
     job: str | None = None,
     min_groups: int = 1,
     bus_kind: str = "tcp",
-    cluster: int = 1,
     with_lighthouse: bool = False,
     token: JobToken | None = None,
 ) -> Services:
@@ -173,8 +276,7 @@ def start_services(
         port: Port of the bus; 0 takes a free one.
         lighthouse_port: Port of the lighthouse; 0 takes a free one.
         job: Name of the job; by default a fresh one, so that two jobs never share keys.
-        bus_kind: ``"tcp"``, or ``"nats"`` for NATS servers as child processes.
-        cluster: Number of NATS servers.
+        bus_kind: ``"tcp"``, or ``"nats"`` for a NATS server as a child process.
         token: NATS servers accept only clients that have it; a ``tcp://`` bus needs no login.
 
     Raises:
@@ -183,13 +285,7 @@ def start_services(
     job = job or "job-" + secrets.token_hex(4)
 
     def make_bus(at: int | None) -> _BusServer:
-        at = port if at is None else at
-        try:
-            return _start_bus(bus_kind, host, at, job, cluster, token)
-        except BusError as error:
-            raise ServiceError(f"the bus was not started: {error}") from error
-        except (RuntimeError, OSError, OverflowError) as error:  # OverflowError: invalid port
-            raise ServiceError(_not_started("bus", host, at, error)) from error
+        return _started_bus(bus_kind, host, port if at is None else at, job, token)
 
     def make_lighthouse(at: int | None) -> _Lighthouse:
         from torchft.coordination import LighthouseServer  # imported here: it takes seconds
@@ -205,18 +301,25 @@ def start_services(
     return Services(host, make_bus, make_lighthouse if with_lighthouse else None)
 
 
-def _start_bus(
-    kind: str, host: str, port: int, job: str | None, cluster: int, token: JobToken | None
+def _started_bus(
+    kind: str,
+    host: str,
+    port: int,
+    job: str,
+    token: JobToken | None,
+    hosts: Sequence[str] = (),
 ) -> _BusServer:
     from fft.bus import serve_tcp
+    from fft.bus.natsserver import NatsServers
 
-    if kind == "nats":
-        from fft.bus.natsserver import NatsServers
-
-        return NatsServers(host, port, job, cluster, keep=True, token=token)
-    if cluster != 1:
-        raise BusError(f"the {kind} bus is one process; --cluster is for --bus nats")
-    return serve_tcp(host, port, job)
+    try:
+        if kind == "nats":
+            return NatsServers(host, port, job, keep=True, token=token, hosts=hosts)
+        return serve_tcp(host, port, job)
+    except BusError as error:
+        raise ServiceError(f"the bus was not started: {error}") from error
+    except (RuntimeError, OSError, OverflowError) as error:  # OverflowError: invalid port
+        raise ServiceError(_not_started("bus", host, port, error)) from error
 
 
 def _seen_as(url: str, name: str) -> str:
@@ -250,8 +353,7 @@ def handed_over(
         named = environ.get("FFT_TOKEN_FILE")
         yield Path(named) if named else None
     elif path is not None:
-        if not path.exists():
-            JobToken.fresh().save(path)
+        JobToken.fresh().save_new(path)
         JobToken.from_file(path)
         yield path.resolve()
     else:
@@ -260,6 +362,11 @@ def handed_over(
             JobToken.fresh().save(path)
             with vanishing(path):
                 yield path
+
+
+def announced(settings: str, token_file: Path | None) -> str:
+    """Return the line that `fft serve` prints: the settings of a job's processes, and its token."""
+    return settings + (f" FFT_TOKEN_FILE={token_file}" if token_file else "") + "\n"
 
 
 def serve_forever(services: Services, token_file: Path | None = None) -> None:
@@ -280,8 +387,7 @@ def serve_forever(services: Services, token_file: Path | None = None) -> None:
     previous: dict[int, Any] = {number: signal.signal(number, on_signal) for number in ends}
     previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        handed = f" FFT_TOKEN_FILE={token_file}" if token_file else ""
-        put(f"{services.announcement()}{handed}\n")
+        put(announced(services.announcement(), token_file))
         ended.wait()
     finally:
         services.close()

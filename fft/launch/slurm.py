@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fft.errors import FftError
-from fft.launch.placement import BUS_NODE, Part, Placement
+from fft.launch.placement import Part, Placement
+from fft.launch.services import SERVERS
 
 _REQUEUE_S = 30
 """Time between the end of the drain and the time limit, in seconds. SLURM's signals have a
@@ -63,9 +64,60 @@ tick() { sleep 5 & wait -n; }  # until a child ends or a signal arrives, and for
 """
 
 _SERVE = """
-# The bus ends with this shell. SIGTERM also reaches it when SLURM ends the job: a drain needs it.
-exec {bus}< <(trap '' TERM USR1; exec "${fft[@]}" serve --host 0.0.0.0 --no-lighthouse \\
-  --with-parent --token-file "$FFT_TOKEN_FILE")
+# Bad hosts come last, and so become the spare ones. The first node stays: it has this shell.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+  awk -v bad=" $(paste -sd' ' "$run/traces/bad-hosts" 2>/dev/null) " \\
+    'NR == 1 || !index(bad, " " $1 " ") { print; next } { last[++n] = $1 }
+     END { for (i = 1; i <= n; i++) print last[i] }'))
+address() {  # NODE
+  getent hosts "$1" > /dev/null && echo "$1" && return
+  scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
+}
+hosts=()
+for node in "${nodes[@]:0:3}"; do hosts+=("$(address "$node")"); done
+# The first three nodes serve the bus, or the first one. The servers end with this shell. If its
+# node is lost, the second one ends the job. SIGTERM reaches all processes when SLURM ends the job,
+# and a drain needs the bus.
+server=("${fft[@]}" serve --hosts "$(IFS=,; echo "${hosts[*]}")" --token-file "$FFT_TOKEN_FILE" \\
+  --job "slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}")
+end_servers() {
+  squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' |
+    awk '$2 == "bus" { print $1 }' | xargs --no-run-if-empty scancel --quiet --signal=KILL
+}
+trap end_servers EXIT
+of_bus='trap "" TERM USR1
+follow() {  # when the node of the batch shell is lost
+  until sinfo --noheader --nodes="$1" --format=%T | grep -q down; do sleep 5; done
+  local run=${FFT_TOKEN_FILE%/*} fft=("${@:2:@WORDS@}") end status
+  export FFT_BUS=$(grep -o "nats://[^ ]*" "$run/bus-1.out" | tail -n 1)
+  end=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s) || end=99999999999
+  while :; do
+    timeout "$((end - @LIMIT_S@ - $(date +%s)))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
+    status=$?
+    [ "$status" = 75 ] && [ -s "$run/array" ] || break
+    sleep 5  # all tasks of the array were drained, and come back to this bus
+  done
+  case $status in
+    0 | 1 | 3)
+      if [ -s "$run/array" ]; then
+        touch "$run/complete"; rm -f "$run/bus"
+        scancel --quiet --state=PENDING "$(< "$run/array")"
+      fi
+      exec scancel "$SLURM_JOB_ID" ;;
+    124) "${fft[@]}" drain --all --wait 10; "${fft[@]}" launch outcome --groups @GROUPS@ --wait ;;
+  esac
+  scontrol requeue "$SLURM_JOB_ID"
+}
+[ "$1" != 1 ] || follow "${@:2}" &
+exec "${@:3}"'
+if [ "${#hosts[@]}" = 3 ]; then
+  for number in 1 2; do
+    srun --nodes=1 --ntasks=1 --nodelist="${nodes[$number]}" --no-kill --input=none --overlap \\
+      --mem=0 --job-name=bus --open-mode=append --output="$run/bus-$number.out" \\
+      bash -c "$of_bus" bus "$number" "${nodes[0]}" "${server[@]}" --host "${hosts[$number]}" &
+  done
+fi
+exec {bus}< <(trap '' TERM USR1; exec "${server[@]}" --host "${hosts[0]}" --with-parent)
 serve=$!
 until read -r line <&"$bus"; do alive "$serve" || exit 1; done
 export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
@@ -73,18 +125,13 @@ export "$(grep -o 'FFT_BUS=[^ ]*' <<< "$line")"
 
 _STEPS = """
 # One step for each group and each spare node. If the node of this shell is lost, SLURM lets
-# the steps of the others run. They put the job back into the queue, because the bus is lost.
-# The first one has the bus; bad hosts come last, and so become the spare ones.
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST" |
-  awk -v bad=" $(paste -sd' ' "$run/traces/bad-hosts" 2>/dev/null) " \\
-    'NR == 1 || !index(bad, " " $1 " ") { print; next } { last[++n] = $1 }
-     END { for (i = 1; i <= n; i++) print last[i] }'))
+# the steps of the others run. They put the job back into the queue if the bus is lost.
 steps=()
-part='trap : USR1 TERM  # they reach all processes of a step, and fft run handles them
+part='trap : USR1; trap "ends=1" TERM  # all processes of a step get them; fft run handles them
 "$@"; status=$?
 case $status in 0 | 3 | 75) exit "$status" ;; esac
 "${@:1:@WORDS@}" launch outcome --groups @GROUPS@ > /dev/null 2>&1
-[ $? = 2 ] && scontrol requeue "$SLURM_JOB_ID"
+[ $? = 2 ] && [ -z "$ends" ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"'
 step() {  # NAME NODE OPTION…
   [ -z "$stop" ] || return
@@ -123,7 +170,7 @@ _BUS = """
 # The groups find the bus by this file.
 rm -f "$run/bus"
 printf 'FFT_BUS=%s\\n' "$FFT_BUS" > "$run/bus.new" && mv "$run/bus.new" "$run/bus"
-trap 'rm -f "$run/bus"' EXIT
+trap 'rm -f "$run/bus"; end_servers' EXIT
 
 drained=
 while :; do
@@ -196,6 +243,13 @@ class SlurmJob:
     run: Sequence[str] = ()
     """More options of `fft run`."""
 
+    def bus_hosts(self, as_array: bool) -> int:
+        """Return the number of nodes that may serve the bus: all, or those of the bus's own job."""
+        place = self.placement
+        if as_array:
+            return SERVERS if place.groups * place.parts_of_group >= SERVERS else 1
+        return place.nodes + place.spare_nodes
+
     def batch_script(self) -> str:
         """Return the script of a job that is one allocation."""
         place = self.placement
@@ -210,7 +264,8 @@ class SlurmJob:
 
     def bus_script(self) -> str:
         """Return the script of the bus of a job whose groups are the tasks of an array."""
-        options = [*self._options("bus.out", "-bus"), "--nodes=1", "--ntasks=1"]
+        nodes = f"--nodes=1-{self.bus_hosts(as_array=True)}"
+        options = [*self._options("bus.out", "-bus"), nodes, "--ntasks-per-node=1"]
         return self._filled(_SERVE + _BUS, [*options, *self.bus_sbatch])
 
     def group_script(self) -> str:
@@ -244,7 +299,7 @@ class SlurmJob:
     def _filled(self, text: str, options: Sequence[str]) -> str:
         run = [
             *self.placement.common_options(),
-            *("--no-lighthouse", "--no-progress", "--trace-dir", str(self.folder / "traces")),
+            *("--no-progress", "--trace-dir", str(self.folder / "traces")),
             *("--drain-timeout", f"{self.drain_timeout:g}", "--resume", *self.checkpoint),
             *self.run,
         ]
@@ -257,12 +312,10 @@ class SlurmJob:
             "RUN_OPTIONS": shlex.join(run),
             "GROUPS": str(self.placement.groups),
             "PARTS_OF_GROUP": str(self.placement.parts_of_group),
+            "LIMIT_S": str(round(self.drain_timeout) + _REQUEUE_S),
         }
         # in one pass, so that an argument of the script that looks like a name stays as it is
         return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
-
-
-assert BUS_NODE == 0  # SLURM runs the batch script, and with it the bus, on the first node
 
 
 def submit(job: SlurmJob, as_array: bool) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from pydantic.dataclasses import dataclass
 
 from fft.messages.causes import Cause
 from fft.messages.protocol import BusMessage, Peer, Record, Token, Vote

@@ -100,3 +100,13 @@ encode_exit, decode_exit = _EXITS.encode, _EXITS.decode
 def exit_register(group: str, rank: int) -> str:
     """Return the register of a rank's newest exit."""
     return f"{EXIT}{group}/{rank}"
+
+
+def gone_register(group: str, rank: int) -> str:
+    """Return the register of the newest process of a rank that had taken part and has ended."""
+    return f"gone/{group}/{rank}"
+
+
+def gone_value(pid: int, host: str) -> bytes:
+    """Return the value of that register."""
+    return f"{pid} {host}".encode()

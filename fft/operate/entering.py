@@ -22,6 +22,7 @@ from fft.bus.base import HEAD
 from fft.bus.starts import begin, newest, url_of
 from fft.bus.token import JobToken
 from fft.messages.commands import RollCall, encode_command, fresh_id
+from fft.messages.exits import gone_register, gone_value
 from fft.messages.protocol import Decision, Peer, Record
 from fft.messages.wire import Wire
 from fft.operate.client import JobClient, JobState
@@ -35,7 +36,7 @@ _SILENCE_S = 10.0
 which a joiner takes over a job without answers (``join_window``), because a bus may have changed
 its leader meanwhile."""
 _ALL_GONE_S = 1.0
-"""The same limit, if all members were on this host and none of their processes exists any more."""
+"""The same limit, if none of the members' processes exists any more."""
 _AGAIN_S = 1.0
 """Interval between questions; a participant that is just resubscribing may miss one."""
 
@@ -126,8 +127,9 @@ def _all_have_left(job: JobState) -> bool:
 
 def _lives(desk: JobClient, job: JobState) -> bool:
     """Whether a participant that holds the state of the job answers."""
-    limit = _ALL_GONE_S if _are_gone(job) else _SILENCE_S
-    until = time.monotonic() + limit
+    began = time.monotonic()
+    are_gone = _are_gone(job, desk.bus, writes=False)
+    until = began + (_ALL_GONE_S if are_gone else _SILENCE_S)
     call = RollCall(fresh_id(), desk.me)
     with desk.asking(call) as answers:
         for _ in answers(min(until, time.monotonic() + _AGAIN_S)):
@@ -135,22 +137,35 @@ def _lives(desk: JobClient, job: JobState) -> bool:
         logger.warning(
             "nobody of the job on %s answers; if nobody does for %g s, it is over",
             desk.bus.url,
-            limit,
+            until - began,
         )
         while (now := time.monotonic()) < until:
             desk.bus.broadcast(encode_command(call), "commands")
             for _ in answers(min(until, now + _AGAIN_S)):
                 return True
+            if _are_gone(job, desk.bus, writes=True):  # another host may have written as well
+                until = min(until, began + _ALL_GONE_S)
     return False
 
 
-def _are_gone(job: JobState) -> bool:
-    """Whether all members were on this host and their processes no longer exist."""
+def _are_gone(job: JobState, bus: ErrorBus, writes: bool) -> bool:
+    """Whether the processes of all members no longer exist, here or by the registers.
+
+    Args:
+        writes: Write those of this host into the registers, because none of them has answered.
+    """
     if job.epoch is None:
         return False
-    ranks = [rank for group in job.epoch.members for rank in group.ranks]
-    here = socket.gethostname()
-    return all(rank.host == here and not _is_there(rank.pid) for rank in ranks)
+    here, are_gone = socket.gethostname(), True
+    for group in job.epoch.members:
+        for rank in group.ranks:
+            name, value = gone_register(group.group, rank.rank), gone_value(rank.pid, rank.host)
+            if rank.host == here and not _is_there(rank.pid):
+                if writes:
+                    bus.write(name, value)
+            elif bus.read(name) != value:
+                are_gone = False
+    return are_gone
 
 
 def _is_there(pid: int) -> bool:

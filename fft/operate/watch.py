@@ -101,6 +101,8 @@ class Watch:
                     pause = _FIRST_PAUSE_S
                     self._follow(desk)
             except (BusError, UnreadableMessage) as error:
+                if type(error) is BusError:  # a wrong URL, or a missing package: waiting is no help
+                    raise
                 if (how := self._ended()) is not None:
                     self._end(how)
                     return

@@ -94,7 +94,7 @@ from fft.protocol.state import (
     waited_for,
     whole_groups,
 )
-from fft.protocol.tally import Abort, Live, Tally, verdict_on
+from fft.protocol.tally import Abort, Live, tally_of, verdict_on
 
 Action = Callable[..., Iterable[Effect]]
 """(state, configuration, event) and, for some, the argument in the row → effects."""
@@ -529,7 +529,7 @@ def commit_record(s: Local, c: Config, votes: Sequence[Vote]) -> Record:
     for all groups of the job.
     """
     assert s.head is not None and s.epoch is not None, "a txn exists only after an epoch record"
-    commit = Tally.of(votes).commit()
+    commit = tally_of(votes).commit
     skip, number = commit.skip, s.head.n + 1
     after = committed(s, c, skip)
     present = {g.group for g in members(s)}

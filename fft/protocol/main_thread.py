@@ -30,9 +30,9 @@ class Reaction(NamedTuple):
 class ThreadTable:
     """The table of a main thread; any number of threads may share it."""
 
-    def __init__(self, spec: ThreadSpec, table: type[Table] = Table) -> None:
+    def __init__(self, spec: ThreadSpec) -> None:
         self.spec = spec
-        self._table = table(spec)
+        self._table = Table(spec)
 
     def role(self, state: str) -> Role:
         """Return the role of a state."""
@@ -72,6 +72,6 @@ class ThreadTable:
 
 
 @cache
-def shipped_thread(table: type[Table] = Table) -> ThreadTable:
+def shipped_thread() -> ThreadTable:
     """Return the shipped table of the main thread."""
-    return ThreadTable(load_thread(), table)
+    return ThreadTable(load_thread())

@@ -221,9 +221,8 @@ class Participant:
 
     def _holds(self, s: Local, event: Event, name: str) -> bool:
         asked, is_expected = without_not(name)
-        word, _, argument = asked.partition(" ")
-        holds = self.guards[word](s, self.config, event, *filter(None, [argument]))
-        return holds == is_expected
+        word, *argument = asked.split(" ", 1)
+        return self.guards[word](s, self.config, event, *argument) == is_expected
 
     def _enter(self, s: Local, out: Outcome, leaf: Leaf, shared: Sequence[str]) -> None:
         """Clear the timers of the state that is left and arm those of ``leaf``; ``shared`` ones
@@ -249,8 +248,8 @@ class Participant:
 
     def _act(self, s: Local, out: Outcome, event: Event, step: Step, name: str) -> None:
         step.effects.append(name)
-        word, _, argument = name.partition(" ")
-        out.effects += self.actions[word](s, self.config, event, *filter(None, [argument]))
+        word, *argument = name.split(" ", 1)
+        out.effects += self.actions[word](s, self.config, event, *argument)
 
 
 # --- fencing ------------------------------------------------------------------------------------

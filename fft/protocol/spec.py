@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -31,6 +31,7 @@ Name = Annotated[str, BeforeValidator(_in_one_text, json_schema_input_type=str |
 """A guard or an effect, in a file also ``{not: guard}`` and ``{name: argument}``."""
 
 
+@cache
 def without_not(name: str) -> tuple[str, bool]:
     """Return the guard that ``name`` or ``not name`` asks, and whether it is to hold."""
     asked = name.removeprefix("not ")

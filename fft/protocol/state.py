@@ -265,7 +265,9 @@ def unproven(s: Local) -> frozenset[Peer]:
     """
     if s.epoch is None or s.head is None:
         return frozenset()
-    found, late = s.head.unproven & s.epoch.peer_set, s.epoch.late
+    if not (found := s.head.unproven & s.epoch.peer_set):
+        return found
+    late = s.epoch.late
     proven = {peer.rank for peer in s.epoch.peer_set - found}
     return frozenset(peer for peer in found if peer in late or peer.rank in proven)
 

@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from fft.messages.causes import Cause, CauseCode
@@ -112,9 +114,8 @@ Verdict = Pending | Commit | Abort
 
 
 class Content(NamedTuple):
-    """A vote without the name of its voter, of which only the rank number remains."""
+    """A vote without its voter."""
 
-    rank: int
     manifest: Manifest
     leaving: bool
     last: bool
@@ -124,7 +125,7 @@ class Content(NamedTuple):
     checkpoint: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tally:
     """The votes of some of the members: the voters of each content."""
 
@@ -134,9 +135,8 @@ class Tally:
     def of(cls, votes: Iterable[Vote]) -> Tally:
         """Return the tally of single votes."""
         found: dict[Content, set[Peer]] = {}
-        for v in votes:
-            content = Content(v.peer.rank, *content_of(v))
-            found.setdefault(content, set()).add(v.peer)
+        for content, same in groupby(votes, content_of):  # equal ones are adjacent in an entry
+            found.setdefault(Content(*content), set()).update(vote.peer for vote in same)
         return cls({content: frozenset(peers) for content, peers in found.items()})
 
     def combine(self, other: Tally) -> Tally:
@@ -148,10 +148,11 @@ class Tally:
     def votes(self) -> list[Vote]:
         """The single votes, in the order of their voters."""
         each = ((peer, content) for content, peers in self.voters.items() for peer in peers)
-        return [Vote(peer, *content[1:]) for peer, content in sorted(each, key=lambda x: x[0])]
+        return [Vote(peer, *content) for peer, content in sorted(each, key=lambda x: x[0])]
 
+    @cached_property
     def commit(self) -> Commit:
-        """Return what a commit of these votes leads to, whether or not they match."""
+        """The result of a commit of these votes, whether or not they match."""
         skip = any(content.skip for content in self.voters)
         leaving = frozenset(
             peer.group
@@ -171,19 +172,35 @@ class Tally:
         """Return the first verdict of the table above whose condition holds."""
         if not self.voters or frozenset().union(*self.voters.values()) != expected.members:
             return Pending()
-        manifests = [(content.rank, content.manifest) for content in self.voters]
-        if len({manifest.block for _, manifest in manifests}) > 1:
+        manifests = [content.manifest for content in self.voters]
+        if len({manifest.block for manifest in manifests}) > 1:
             return Abort(blocks_cause(self.votes))
-        if _differ((content.rank, content.digest) for content in self.voters):
+        ranked = [(r, c) for c, peers in self.voters.items() for r in {p.rank for p in peers}]
+        if _differ((rank, content.digest) for rank, content in ranked):
             return _unequal_states(self.votes, expected)
-        is_sharded = {bool(m.shard) for _, m in manifests if m.data is not None}
-        data_differ = len(is_sharded) > 1 or _differ((m.shard, m.data) for _, m in manifests)
-        if data_differ or _differ((rank, manifest.reduced) for rank, manifest in manifests):
+        is_sharded = {bool(m.shard) for m in manifests if m.data is not None}
+        data_differ = len(is_sharded) > 1 or _differ((m.shard, m.data) for m in manifests)
+        if data_differ or _differ((rank, content.manifest.reduced) for rank, content in ranked):
             return _misfit(self.votes)
-        commit = self.commit()
-        if not isinstance(commit, Live) and _differ((r, m.fingerprint) for r, m in manifests):
+        commit = self.commit
+        fingerprints = ((rank, content.manifest.fingerprint) for rank, content in ranked)
+        if not isinstance(commit, Live) and _differ(fingerprints):
             return Abort(gradients_cause(self.votes))
         return commit
+
+
+_newest: tuple[Sequence[Vote], Tally] = (), Tally()
+"""The votes of the newest ballot, which guards and effects ask about; replaced as a whole."""
+
+
+def tally_of(votes: Sequence[Vote]) -> Tally:
+    """Return the tally of the votes of a ballot; computed once for all that ask for the newest."""
+    global _newest
+    held, found = _newest
+    if held is not votes:
+        found = Tally.of(votes)
+        _newest = votes, found
+    return found
 
 
 def tally(votes: Iterable[Vote], expected: Expected) -> Verdict:
@@ -191,10 +208,11 @@ def tally(votes: Iterable[Vote], expected: Expected) -> Verdict:
     return Tally.of(votes).verdict(expected)
 
 
-def verdict_on(s: Local, c: Config, votes: Iterable[Vote]) -> Verdict:
+def verdict_on(s: Local, c: Config, votes: Sequence[Vote]) -> Verdict:
     """Return the verdict on the votes of the current txn."""
     members = s.epoch.peer_set if s.epoch is not None else frozenset()
-    return tally(votes, Expected(members, unproven(s), c.on_divergence == "heal", s.step))
+    expected = Expected(members, unproven(s), c.on_divergence == "heal", s.step)
+    return tally_of(votes).verdict(expected)
 
 
 def _differ(pairs: Iterable[tuple[Hashable, Hashable | None]]) -> bool:

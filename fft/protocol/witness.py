@@ -8,9 +8,9 @@ neither.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left
 
-from fft.messages.protocol import Record, next_lineage
+from fft.messages.protocol import Record, Token, next_lineage
 
 _KEPT = 64
 """Number of records remembered. Older ones are not compared with new ones."""
@@ -28,11 +28,12 @@ class Witness:
         Returns:
             None if the record is possible, else the reason and the record that it contradicts.
         """
-        below = max((n for n in self._seen if n < record.n), default=0)
-        above = min((n for n in self._seen if n > record.n), default=0)
-        for n in (record.n, below, above):
-            known = self._seen.get(n)
-            if known is not None and (why := _contradiction(known, record)):
+        numbers = sorted(self._seen)
+        at = bisect_left(numbers, record.n)
+        # equal to one seen before, it fits the neighbours as that one did
+        near = [record.n] if record.n in self._seen else numbers[max(0, at - 1) : at + 1]
+        for known in map(self._seen.__getitem__, near):
+            if why := _contradiction(known, record):
                 return why, known
         self._seen[record.n] = record
         while len(self._seen) > _KEPT:
@@ -56,7 +57,7 @@ def _follows(first: Record, then: Record) -> bool:
     Its epoch is not older. If it is the next record, it has the state that the earlier one leads
     to.
     """
-    if then.token < replace(first, txn=0).token:
+    if then.token < Token(first.epoch, 0):
         return False
     if then.n > first.n + 1:
         return True

@@ -66,7 +66,7 @@ from fft.protocol.participant import Outcome, Participant
 from fft.protocol.roles import AT_WORK, Role
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import GENESIS, Config, member_peers
-from fft.protocol.table import LookupTable
+from fft.protocol.table import Table
 from fft.prove.acts import Act
 from fft.prove.acts import State as State
 from fft.prove.acts import Step as Step
@@ -161,9 +161,9 @@ class Model:
         thread: ThreadTable | None = None,
     ) -> None:
         self.spec, self.bounds, self.world, self.only = spec, bounds, world, only
-        self.thread = thread or shipped_thread(LookupTable)
+        self.thread = thread or shipped_thread()
         self.beside = OtherScopes(spec, bounds)
-        self._core = partial(participant, LookupTable(spec))
+        self._core = partial(participant, Table(spec))
         self.places = bounds.groups * bounds.ranks
         twin = dict(bounds.budget).get("twin", 0) > 0
         self.size = self.places + (bounds.ranks if twin else 0)

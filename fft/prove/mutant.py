@@ -12,7 +12,6 @@ from fft.protocol.load import load_spec, load_thread, parse_spec, parse_thread
 from fft.protocol.main_thread import ThreadTable
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
-from fft.protocol.table import LookupTable
 from fft.prove.bounds import REAL, Bounds, World
 from fft.prove.checker import Result, Search, search
 from fft.prove.planting import Change
@@ -59,7 +58,7 @@ class Mutant:
             return None
         raw = load_thread().model_dump()
         self.thread(raw)
-        return ThreadTable(parse_thread(yaml.safe_dump(raw), f"mutant {self.name}"), LookupTable)
+        return ThreadTable(parse_thread(yaml.safe_dump(raw), f"mutant {self.name}"))
 
     @property
     def place(self) -> str:

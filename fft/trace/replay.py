@@ -15,7 +15,7 @@ from fft.protocol.invariants import Finding, Move
 from fft.protocol.participant import Participant
 from fft.protocol.spec import FsmSpec
 from fft.protocol.state import Config, Elsewhere
-from fft.protocol.table import LookupTable, Table
+from fft.protocol.table import Table
 from fft.trace.format import FORMAT, READABLE, cause_of, where
 from fft.trace.older import OlderParticipant
 from fft.trace.read import GAP, TraceFile
@@ -54,7 +54,7 @@ def participant_of(head: dict[str, Any]) -> Participant:
 def _shared(spec: str) -> tuple[Table, dict[str, Any]]:
     """Return the table of a spec and the spec as plain data; cached for all ranks."""
     found = json.loads(spec)
-    return LookupTable(FsmSpec.model_validate(found)), found
+    return Table(FsmSpec.model_validate(found)), found
 
 
 def _elsewhere(told: dict[str, Any]) -> Elsewhere:

@@ -444,10 +444,13 @@ class RunReport:
             where = "at its beginning" if begun else "at a step that its traces do not tell"
         pieces = (piece for path in trace_files(after) for piece in TraceFile(path).pieces())
         lines = map(parsed, (piece for piece in pieces if b'"note":"resumed"' in piece))
-        notes = (x.data for x in lines if isinstance(x, Noted) and x.note == "resumed")
-        data = next(notes, {}) if any(begun) else {}
-        if data.get("tier") == "memory":
+        notes = [x.data for x in lines if isinstance(x, Noted) and x.note == "resumed"]
+        data = notes[0] if any(begun) and notes else {}
+        if data.get("tier") in ("memory", "peer"):
             where = f"{where} in memory"
+        if hosts := {host for each in notes for host in each.get("from", ())}:
+            count = sum(each["tier"] == "peer" for each in notes)
+            where += f" ({count} ranks from other hosts: {', '.join(sorted(hosts))})"
         unused = data.get("unused", ())
         unused = "".join(f"\n  a copy in memory was not used: {why}" for why in unused)
         least = " at least" if self.damages else ""

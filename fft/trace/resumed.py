@@ -6,8 +6,9 @@ committed that state or begun with it: same step, lineage and place in the data.
 another number of ranks, or another mesh, may count the data in slices of another size. Commits of
 the earlier start after that state are no longer on a lineage. Where the traces have digests, the
 state must have the same bits as before. Stages that step separately are judged one by one, and all
-ranks of a start must begin with the same checkpoint. Together with the audit of each start, this
-shows that every slice of the data is consumed once on the resulting lineage.
+ranks of a start must begin with the same checkpoint. A file of a copy in memory must have the
+SHA-256 with which a rank of an earlier start had written it. Together with the audit of each start,
+this shows that every slice of the data is consumed once on the resulting lineage.
 
 Starts are read from the last to the first, so that only states that later starts begin with are
 kept.
@@ -16,6 +17,7 @@ kept.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,6 +46,14 @@ class Stand(NamedTuple):
         return told + (f", without slices {list(self.unused)}" if self.unused else "")
 
 
+class _File(NamedTuple):
+    """A file of a copy in memory; those of all groups hold the same shard."""
+
+    attempt: str
+    rank: str
+    kind: str
+
+
 @dataclass
 class _Start:
     """The states in the traces of one start that it, or a later start, begins with."""
@@ -60,6 +70,10 @@ class _Start:
     resharded: dict[str, str] = field(default_factory=dict)
     """Lineage that a state got when it was loaded for another number of ranks, or another mesh →
     its previous lineage."""
+    loaded: dict[_File, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    """Digests of the files that were loaded from copies in memory → the first place."""
+    copied: dict[_File, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Digests of the files of copies in memory, of all groups."""
 
     def stands(self) -> dict[str, tuple[Stand, int]]:
         """Return lineage → (position, items in a slice) of the states it began with or
@@ -169,12 +183,25 @@ def _judge(root: Path, later: list[Path]) -> Finding:
     for scope in ("", *sorted(scopes)):
         starts = _read(root, [scope_folder(folder, scope) for folder in folders])
         _judge_scope(finding, starts, begun)
+        _judge_copies(finding, starts)
     for had in begun:
         (name, first), *others = [*had.items()] or [("", "")]
         for other, place in others:
             text = f"it begins with the checkpoint {other}, and {first} with {name}"
             finding.expect(False, text, place)
     return finding
+
+
+def _judge_copies(finding: Finding, starts: Sequence[_Start]) -> None:
+    """Check that each file of a copy in memory has the digest with which a rank had written it."""
+    known = dict[_File, set[str]]()
+    for start in starts:
+        for file, digests in start.loaded.items():
+            for digest, place in digests.items():
+                text = f"a file of rank {file.rank} from a copy in memory has SHA-256 {digest}"
+                is_known = file not in known or digest in known[file]
+                finding.expect(is_known, f"{text}, with which no rank has written it", place)
+        known |= start.copied
 
 
 def _judge_scope(
@@ -231,7 +258,7 @@ def _read(root: Path, folders: list[Path]) -> list[_Start]:
             for number, line in _lines_of(path, asked):
                 with suppress(*_ODD):
                     _take(start, line, f"{name}:{number}", asked)
-        asked |= set(start.resharded.values())
+        asked |= {*start.resharded.values(), *(file.attempt for file in start.loaded)}
         found.append(start)
     return found[::-1]
 
@@ -252,9 +279,16 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
     """Take one line, if it concerns a checkpoint or one of the lineages in ``asked``."""
     if line.get("note") == "resumed":
         told = line["data"]
-        start.checkpoints.setdefault(told.get("attempt", told["lineage"]), place)
+        attempt = told.get("attempt", told["lineage"])
+        start.checkpoints.setdefault(attempt, place)
+        for file, digest in _files_of(told):
+            start.loaded[file].setdefault(digest, place)
         if told["as"] in asked and told["as"] != told["lineage"]:
             start.resharded[told["as"]] = told["lineage"]
+        return
+    if line.get("note") == "memory_copy":
+        for file, digest in _files_of(line["data"]):
+            start.copied[file].add(digest)
         return
     event = line.get("event") or {}
     if event.get("digest") and event["type"] in ("applied", "healed") and line["lineage"] in asked:
@@ -265,6 +299,13 @@ def _take(start: _Start, line: dict[str, Any], place: str, asked: set[str]) -> N
         unused = tuple(sorted((*record["returned"], *held)))
         stand = Stand(record["step"], record["cursor"], record["batches"], unused)
         start.commits[record["lineage"]] = stand
+
+
+def _files_of(data: dict[str, Any]) -> Iterator[tuple[_File, str]]:
+    """Yield the files of a copy in memory in a note, with their digests."""
+    for name, digest in data.get("files", {}).items():
+        stem, _, kind = name.rpartition(".")
+        yield _File(data["attempt"], stem.rpartition("r")[2], kind), digest
 
 
 def _lines_of(path: Path, lineages: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -46,11 +46,12 @@ class _End(NamedTuple):
     link: str = ""
 
 
-def _encode(line: dict[str, Any]) -> str:
+def encode_line(line: dict[str, Any]) -> str:
+    """Encode a line as JSON; it may contain an event."""
     try:
         return to_json(line, inf_nan_mode="constants").decode()
     except PydanticSerializationError:  # a lone surrogate, as in a file name
-        return json.dumps(line, separators=(",", ":"))
+        return json.dumps(line, separators=(",", ":"), default=event_to_json)
 
 
 def trace_path(directory: Path, peer: Peer) -> Path:
@@ -173,7 +174,7 @@ class TraceWriter:
         text = ""
         for kind, fields in records:
             seq += 1
-            body = _encode({"seq": seq, "kind": kind, **when, **who, **fields})
+            body = encode_line({"seq": seq, "kind": kind, **when, **who, **fields})
             link = chain(link, body)
             text += f'{body[:-1]},"h":"{link}"}}\n'
         data = text.encode()
@@ -222,7 +223,7 @@ class TraceWriter:
             return
         if out.verdict in ("known", "ignored"):
             return
-        told = {"event": event_to_json(event), "at": now}
+        told = {"event": event, "at": now}
         if out.verdict != "row":
             self.write(out.verdict, {**where(before), **told, "reason": out.reason})
             return

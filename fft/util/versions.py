@@ -48,7 +48,7 @@ def trouble(name: str, number: str | None) -> tuple[bool, str] | None:
     if _release(number) < first:
         return True, f"{name} {number} is too old, FFT needs {least} or newer"
     if _release(number) > last or re.search(r"\d(a|b|rc)\d|dev|\+.*(nv|git)", number):
-        return False, f"{name} {number} was not tried with this FFT; {tried} were"
+        return False, f"{name} {number} was not tried with this FFT, only the releases {tried}"
     return None
 
 
@@ -60,6 +60,16 @@ def check() -> None:
             if found_trouble[0]:
                 raise ImportError(f"fft: {found_trouble[1]} (`fft doctor` shows all versions)")
             warnings.warn(f"fft: {found_trouble[1]} (`fft doctor`)", stacklevel=2)
+
+
+def explain(error: ImportError) -> None:
+    """Raise an ImportError with the fix if torch or torchft lacks a name that FFT imports."""
+    package = (error.name or "").split(".")[0]
+    if package in _PACKAGES and error.msg != f"No module named {package!r}":
+        raise ImportError(
+            f"fft: {error.msg}, which {package} {found(package)} lacks: install one of "
+            f"{_TRIED[package][1]} (`fft doctor` shows all versions)"
+        ) from error
 
 
 def doctor() -> tuple[list[str], bool]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from bus_helpers import Child
+from nats_servers import NatsServers
 
 from fft.bus import ErrorBus, open_job_bus, serve_tcp
-from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
 
 

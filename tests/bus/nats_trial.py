@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from nats_servers import NatsServers
 from waiting import wait_until
 
 from fft.bus import BusUnreachable, open_bus
-from fft.bus.natsserver import NatsServers
 
 WAIT_S = 60.0
 TIMEOUT_S = 20.0  # of the buses: more than an election takes

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from nats_servers import NatsServers
 from waiting import wait_until
 
 from fft.bus import open_bus
-from fft.bus.natsserver import NatsServers
 
 LIMIT_S = 120.0
 

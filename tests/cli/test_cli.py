@@ -14,7 +14,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import forked_run
@@ -144,24 +144,22 @@ def test_run_passes_the_lighthouse_address_to_its_groups(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_serve_starts_nats_servers_and_ends_them(cluster: int) -> None:
-    with started("serve", "--bus", "nats", "--cluster", str(cluster), "--job", "mine") as process:
+def test_serve_starts_a_nats_server_and_ends_it() -> None:
+    with started("serve", "--bus", "nats", "--job", "mine") as process:
         found = re.fullmatch(
             r"FFT_BUS=(nats://\S+/mine) FFT_TOKEN_FILE=(\S+)\n",
             first_line(process),
         )
         assert found
         children = psutil.Process(process.pid).children()
-        servers = [child for child in children if "nats" in child.name()]
-        assert len(servers) == found[1].count("127.0.0.1:") == cluster
+        (server,) = [child for child in children if "nats" in child.name()]
         with open_bus(found[1], WAIT_S, token=JobToken.from_file(Path(found[2]))) as bus:
             assert bus.next_number("n") == 1
         process.send_signal(signal.SIGTERM)
         rest, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, errors
         assert rest == ""
-        assert not any(server.is_running() for server in servers)
+        assert not server.is_running()
 
 
 def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +172,93 @@ def test_without_a_nats_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
         find_server()
 
 
-def test_only_nats_servers_make_a_cluster(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("")
-    for command in (("serve",), ("run", "--trace-dir", str(tmp_path), str(script))):
-        failed = fft(command[0], "--cluster", "3", *command[1:])
-        assert failed.exit_code == 2
-        assert "--bus nats" in failed.stderr
+THREE = "198.51.100.1,198.51.100.2,198.51.100.3"
+"""Addresses of other hosts."""
+
+
+def test_host_without_a_server_learns_the_bus_of_the_others(tmp_path: Path) -> None:
+    file = str(tmp_path / "token")
+    shown = [
+        fft("serve", "--hosts", hosts, "--token-file", file, *more)
+        for hosts in (THREE, f"{THREE},198.51.100.4")
+        for more in ((), ("--port", "29500", "--job", "mine"))
+    ]
+    assert all(each.exit_code == 0 and each.stderr == "" for each in shown)
+    by_default, chosen, *of_four = (each.stdout for each in shown)
+    assert of_four == [by_default, chosen], "three of four hosts have a server"
+    places = ",".join(f"198.51.100.{n}:29500" for n in (1, 2, 3))
+    assert chosen == f"FFT_BUS=nats://job-token@{places}/mine FFT_TOKEN_FILE={file}\n"
+    assert re.search(
+        r"@198\.51\.100\.1:(2\d{4}),198\.51\.100\.2:\1,198\.51\.100\.3:\1/job-", by_default
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "has_nats", "fix"),
+    [
+        (
+            "198.51.100.1,198.51.100.2",
+            True,
+            "A job on 3 hosts or more has NATS servers on 3 of them",
+        ),
+        (THREE, False, "pip install 'fft-torch[nats]' on all hosts"),
+    ],
+)
+def test_bus_on_one_of_several_hosts_says_what_its_loss_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, has_nats: bool, fix: str
+) -> None:
+    if not has_nats:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    shown = fft("serve", "--hosts", hosts, "--token-file", str(tmp_path / "token"))
+    assert re.match(r"FFT_BUS=tcp://198\.51\.100\.1:\d+/job-\w+ ", shown.stdout)
+    assert "if it is lost, the job stops, and resumes from the newest copy" in shown.stderr
+    assert fix in shown.stderr
+
+
+def test_serve_on_hosts_refuses_what_cannot_work(tmp_path: Path) -> None:
+    with_token = ("--token-file", str(tmp_path / "token"))
+    for options, reason in (
+        (("127.0.0.1,127.0.0.2,127.0.0.3", *with_token), "choose one of them with --host"),
+        (("a,b,a", *with_token), "expected different hosts"),
+        (("a,b", "--bus", "nats", *with_token), "expected at least 3 hosts"),
+        ((THREE, "--host", "198.51.100.9", *with_token), "expected one of --hosts"),
+        ((THREE, "--lighthouse", *with_token), "`fft serve --lighthouse`"),
+        ((THREE,), "add --token-file FILE"),
+    ):
+        shown = fft("serve", "--hosts", *options)
+        assert shown.exit_code == 2 and reason in shown.stderr, shown.output
+
+
+def test_one_host_of_several_serves_the_bus_at_its_address(tmp_path: Path) -> None:
+    command = ["serve", "--token-file", str(tmp_path / "token"), "--hosts", "127.0.0.2,127.0.0.3"]
+    with started(*command, "--host", "127.0.0.2") as process:
+        url = first_line(process).split()[0].removeprefix("FFT_BUS=")
+        assert url.startswith("tcp://127.0.0.2:")
+        with open_bus(url, WAIT_S) as bus:
+            assert bus.next_number("n") == 1
+        other = fft(*command, "--host", "127.0.0.3")
+        assert other.exit_code == 0 and f"FFT_BUS={url} " in other.stdout
+
+
+def test_hosts_with_one_token_form_one_bus_that_survives_one_of_them(tmp_path: Path) -> None:
+    """Each host creates the token file unless another has, so they share it on a common disk. A
+    server that is started again has an empty store."""
+    hosts = [f"127.0.0.{n}" for n in (2, 3, 4)]
+    command = ["serve", "--token-file", str(tmp_path / "token"), "--hosts", ",".join(hosts)]
+    with ExitStack() as stack:
+        made = [stack.enter_context(started(*command, "--host", host)) for host in hosts]
+        (line,) = {first_line(process) for process in made}
+        url = line.split()[0].removeprefix("FFT_BUS=")
+        with open_bus(url, WAIT_S, token=JobToken.from_file(tmp_path / "token")) as bus:
+            assert bus.next_number("n") == 1
+            made[0].send_signal(signal.SIGTERM)  # a leader that ends hands over
+            _, errors = made[0].communicate(timeout=WAIT_S)
+            assert made[0].returncode == 0, errors
+            assert bus.next_number("n") == 2
+            again = stack.enter_context(started(*command, "--host", hosts[0]))
+            assert first_line(again) == line
+            assert bus.next_number("n") == 3
 
 
 def test_run_serves_nats_to_its_groups(tmp_path: Path) -> None:
@@ -355,6 +433,21 @@ def test_config_shows_each_timeout_and_refuses_invalid_combinations() -> None:
 
 
 # --- operators -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("garbage://x", "bus URL 'garbage://x': write memory://name"),
+        ("nats://127.0.0.1:1/j", "nats-py, which is not installed: pip install 'fft-torch[nats]'"),
+    ],
+)
+def test_watch_ends_at_a_bus_that_cannot_come(url: str, text: str) -> None:
+    code = "import sys; sys.modules['nats'] = None; from fft.cli import app; "
+    code += f"app({['watch', '--bus', url]})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and text in done.stderr, done.stdout + done.stderr
+    assert "trying again" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """One group of a small job in torchft's loop; group 1 hangs once. `fft run` starts it.
 
-``hang_loop_worker.py STEPS OUT [joiner]``: with ``joiner`` it is killed, and its successor hangs in
-its first step. The hang ends by itself when group 0 has continued alone, or
-after `PATIENCE_S`. The job ends when both groups train together again. It leaves its observations
-in the folder OUT.
+``hang_loop_worker.py STEPS OUT [joiner|busy]``: with ``joiner`` it is killed, and its successor
+hangs in its first step; with ``busy`` this hang is a loop of bytecodes. The hang ends by itself
+when group 0 has continued alone, or after `PATIENCE_S`. The job ends when both groups train
+together again. It leaves its observations in the folder OUT.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ PATIENCE_S = 45.0
 process."""
 
 
-def hang(out: Path) -> None:
+def hang(out: Path, busy: bool) -> None:
     """Hang until the other group has continued.
 
-    One call, because a main thread that moves does not hang.
+    One call, unless ``busy``, because the steps of a main thread that moves do not hang.
     """
     os.mkfifo(out / "went-on")
     end = os.open(out / "went-on", os.O_RDWR)
     (out / "hangs").touch()
-    heard, _, _ = select.select([end], [], [], PATIENCE_S)
+    until, heard = time.monotonic() + PATIENCE_S, []
+    while not heard and time.monotonic() < until:
+        heard, _, _ = select.select([end], [], [], 0.001 if busy else PATIENCE_S)
     os.close(end)
     (out / "hung").write_text(json.dumps({"went_on": bool(heard)}))
 
@@ -58,7 +60,7 @@ def go_on(out: Path) -> None:
 def main() -> None:
     """Train."""
     steps, out, group = int(sys.argv[1]), Path(sys.argv[2]), os.environ["REPLICA_GROUP_ID"]
-    joiner = sys.argv[3:] == ["joiner"]
+    joiner = sys.argv[3:] in (["joiner"], ["busy"])
     hang_limit = 600.0 if joiner else 3.0
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
@@ -83,11 +85,11 @@ def main() -> None:
         assert monitor is not None and monitor.begun.wait(60.0), "its monitor does not start"
         if manager.num_participants() < 2:
             time.sleep(LONELY_S)
-        if joiner and group == "1" and step >= SETTLED and not (out / "joiner").exists():
-            (out / "joiner").touch()
+        if joiner and group == "1" and step >= SETTLED and not (out / sys.argv[3]).exists():
+            (out / sys.argv[3]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if group == "1" and step >= SETTLED and not (out / "hangs").exists():
-            hang(out)
+            hang(out, busy="busy" in sys.argv)
         x = data[(2 * step + int(group)) % len(data)]
         (model(x) - x).square().mean().backward()
         for parameter in model.parameters():

@@ -19,8 +19,11 @@ from torchft import ProcessGroupGloo
 from waiting import wait_until
 
 import fft
+from fft.bus import open_bus
 from fft.bus.addresses import own_address
+from fft.bus.nats import NatsBus
 from fft.bus.tcpserver import host_store
+from fft.bus.token import JobToken
 from fft.launch.services import start_services
 from fft.train.process_groups import AbortableGroup
 
@@ -37,6 +40,17 @@ def run(host: Host, *arguments: str) -> None:
     """Run the command ``fft ARGUMENT…`` on ``host``."""
     host.enter()
     os.execv(sys.executable, [sys.executable, "-m", "fft.cli", *arguments])
+
+
+def leader(host: Host, bus: str, token: Path, file: Path) -> None:
+    """Write the name of the NATS server that leads the registers of the job."""
+    host.enter()
+    name = f"STREAM.INFO.fft-{bus.rpartition('/')[2]}"
+    with open_bus(bus, LIMIT.total_seconds(), token=JobToken.from_file(token)) as opened:
+        assert isinstance(opened, NatsBus)
+        link = opened._link
+        info = link.run(lambda: link.repeat(lambda limit: link.api(name, {}, limit)))
+    file.write_text(info["cluster"]["leader"])
 
 
 def list_listeners(host: Host, file: Path) -> None:

@@ -243,7 +243,8 @@ def test_veto_of_a_joiner_without_its_state_is_not_called(tmp_path: Path) -> Non
 
     _, first, late = run(tmp_path, body, veto=veto, learners="always", digest="never")
     assert [first.error, late.error] == [None, None]
-    step, contributes = begun[0]
+    rehearsed, (step, contributes) = begun[:2]
+    assert not rehearsed[1] and ("1", rehearsed[0]) not in judged
     assert not contributes and ("0", step) in judged and ("1", step) not in judged
     assert ("1", step + 1) in judged
 

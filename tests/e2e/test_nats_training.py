@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from nats_servers import NatsServers
 from stage import Member, aborts, events, job, slices
 from waiting import wait_until
 
 import fft
-from fft.bus.natsserver import NatsServers
 
 STEPS = 30
 KILLS = (8, 18)

@@ -99,8 +99,8 @@ def test_joiner_waits_outside_while_no_donor_can_be_reached(tmp_path: Path) -> N
 KNOWN = {
     ("serve", BUS_IN_4): ["bus"],
     ("nats-server", BUS_IN_4): ["NATS servers"],
-    ("nats-server", "127.0.0.1"): ["NATS monitor", "NATS routes"],
-    ("run", "own"): ["store of a replica group"],
+    ("nats-server", "127.0.0.1"): ["NATS monitor"],
+    ("run", "own"): ["store of a replica group", "copies in memory"],
     ("script_runner.py", "own"): ["gloo", "gloo", "heal"],
 }
 """Listeners that networks.md describes, by program and address; a rank has two groups of gloo."""
@@ -118,7 +118,6 @@ def test_job_listens_only_on_known_sockets_of_its_network(tmp_path: Path, bus: s
     token = tmp_path / "token"
     with two_hosts(tmp_path, "4") as hosts:
         serving = ["serve", "--host", BUS_IN_4, "--token-file", str(token), "--bus", bus]
-        serving += ["--cluster", "3"] if bus == "nats" else []
         server = Forked(run, hosts[0], *serving, log=tmp_path / "bus.log")
         with ranks(server):
             wait_until(lambda: "FFT_BUS=" in server.tail(), "the bus is served", LONG_S)
@@ -172,7 +171,7 @@ def expected(serves: bool, bus: str) -> Counter[tuple[str, str]]:
     if serves and bus == "tcp":
         counts["serve", "own"] = 1
     if serves and bus == "nats":
-        counts |= {("nats-server", "own"): 3, ("nats-server", "127.0.0.1"): 3}
+        counts |= {("nats-server", "own"): 1, ("nats-server", "127.0.0.1"): 1}
     return Counter(
         {
             place: number * len(KNOWN.get(place) or KNOWN[place[0], BUS_IN_4])

@@ -13,36 +13,12 @@ from pathlib import Path
 import pytest
 from forked_run import fft
 from namespaces import needs_namespaces
-from spanning import GROUPS, LONG_S, RANKS, SCRIPT, SpanningJob, spanning_job
-from stage import digests, fetches, records, slices
+from spanning import GROUPS, LONG_S, RANKS, SCRIPT, check, new_ranks, spanning_job
+from stage import digests, fetches, records
 from waiting import wait_until
-
-from fft.trace.audit import audit_dir
 
 STEPS = 12
 pytestmark = [pytest.mark.timeout(900), pytest.mark.multiprocess, needs_namespaces]
-
-
-def check(job: SpanningJob) -> Path:
-    """End the job, check its audit, its data and its bits, and return its traces."""
-    job.drain()
-    traces = job.traces()
-    report = audit_dir(traces)
-    assert report.ok, report.render()
-    cursor = max(record["cursor"] for record in records(traces))
-    for taken in slices(traces).values():
-        assert sorted(taken) == list(range(cursor))
-    of_groups: dict[tuple[int, int], set[str]] = {}
-    for (_, rank, step), found in digests(traces).items():
-        of_groups.setdefault((rank, step), set()).update(found)
-    assert of_groups and all(len(found) == 1 for found in of_groups.values())
-    return traces
-
-
-def new_ranks(job: SpanningJob, before: dict[int, dict[int, int]]) -> set[tuple[int, int]]:
-    """Return group and rank of the processes that were started since ``before``."""
-    now = {group: job.processes(group) for group in before}
-    return {(g, r) for g in now for r in now[g] if now[g][r] != before[g][r]}
 
 
 def test_group_on_two_hosts_has_the_bits_of_one_host(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from engine_job import LIMIT_S, SPEC, EngineJob, Nothing, Rank
+from nats_servers import NatsServers
 from specs import table_of
 from waiting import wait_until
 
 from fft.bus import ErrorBus, Subscription, open_bus, serve_tcp
 from fft.bus.base import HEAD, RING_MESSAGES, Topic
 from fft.bus.memory import MemoryBus
-from fft.bus.natsserver import NatsServers
 from fft.bus.sealed import SealedBus
 from fft.bus.token import JobToken
 from fft.engine.calls import Buses, Publish
@@ -609,7 +609,7 @@ def test_the_silence_of_the_bus_is_not_held_against_peers() -> None:
     assert isinstance(core.step(1.0), Publish)
     assert core.at_bus == ("Broadcast", 1.0)
     assert core.step(1.5) is None
-    after = {timer.name: due for due, _, timer in core._timers}
+    after = {name: due for due, _, name in core._timers}
     assert after == {"bus_limit": 10.0, "ack_window": 10.5}
 
 

@@ -89,6 +89,42 @@ def test_first_steps_are_judged_by_those_of_the_other_ranks() -> None:
     assert timed.threshold() == pytest.approx(1.2), "its own steps count from here on"
 
 
+def test_joiner_is_suspected_by_the_median_of_the_others_and_not_ended() -> None:
+    """The others wait for it also while it compiles, or runs a loop of bytecodes."""
+    for noise in (Moved, lambda at: Atomic(at, on=True)):
+        detector, now = after_steps(0, config=ProgressConfig(max_s=600.0, grace_s=10.0))
+        detector.expected_s, detector.joiner_s = 0.3, 1.0
+        detector.observe(noise(now))
+        for tick in range(15):
+            detector.observe(Looked(now + tick / 10))
+            detector.observe(Moved(now + tick / 10))
+        assert level(detector, now + 1.45) is Level.GREEN
+        verdict = detector.verdict(now + 1.55)
+        assert verdict.level is Level.YELLOW
+        assert "threshold 1.50 s, from 5 × the median 0.3 s of the other ranks" in verdict.reason
+        for tick in range(16, 400):
+            detector.observe(Moved(now + tick / 10))
+        assert level(detector, now + 40.0) is Level.YELLOW, "it may compile for long"
+        detector.observe(Ended(now + 40, committed=False))
+        detector.observe(Begun(now + 41, 7))
+        assert level(detector, now + 41 + 2.9) is Level.GREEN, "an alarm doubles the threshold"
+        assert level(detector, now + 41 + 3.1) is Level.YELLOW
+        detector.joiner_s = 0.0
+        assert level(detector, now + 41 + 3.1) is Level.GREEN, "no other rank waits"
+        detector.joiner_s = 10.0  # its first step was not rehearsed
+        assert level(detector, now + 41 + 19.9) is Level.GREEN
+        assert level(detector, now + 41 + 20.1) is Level.YELLOW
+
+
+def test_joiner_is_not_judged_by_steps_that_it_does_not_know() -> None:
+    detector, now = after_steps(0)
+    detector.joiner_s = 1.0
+    assert level(detector, now + 59.9) is Level.GREEN
+    timed, now = after_steps(3, seconds=10.0)
+    timed.joiner_s, timed.expected_s = 1.0, 0.1
+    assert level(timed, now + 49.9) is Level.GREEN, "its own steps count from here on"
+
+
 def test_stopped_process_is_found_as_soon_with_the_steps_of_others() -> None:
     detector, now = after_steps(0)
     detector.expected_s = 0.01

@@ -65,6 +65,9 @@ def test_written_pulse_is_read_back(pulse: Pulse, clock: Clock) -> None:
     )
     with pulse.atomic:
         assert reader.read().atomic
+    for least_s in (1.0, 0.0):
+        pulse.join(least_s)
+        assert reader.read().joins == least_s
     clock.now = 103.5
     pulse.end(committed=True)
     pulse.leave()

@@ -46,6 +46,8 @@ class Pod:
     index: int
     process: subprocess.Popen[bytes]
     address: str
+    space: str
+    """Its network namespace."""
     link: str
     """Its end of the network on the bridge."""
     disrupted: bool = False
@@ -155,6 +157,11 @@ class Cluster:
         self._bridge("link add br0 type bridge")
         self._bridge("link set br0 up")
 
+    @property
+    def token(self) -> str:
+        """The token in the Secret of the manifests."""
+        return next(str(found["token"]) for found in self._secrets.values())
+
     def job(self, role: str) -> Job:
         """Return the Job whose name contains ``role``."""
         return next(job for job in self.jobs if f"-{role}" in job.name)
@@ -241,7 +248,7 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        return Pod(job, index, process, address, link)
+        return Pod(job, index, process, address, space, link)
 
     def _env(self, container: Mapping[str, Any], job: Job, index: int) -> dict[str, str]:
         """Return the environment of a container. The image provides PATH and PYTHONPATH."""

@@ -2,8 +2,9 @@
 
 It starts a Ray cluster of raylets on this machine, and runs a job of two groups. If WHAT is
 ``kill`` it kills a raylet that has a group; if it is ``interrupt`` it is interrupted, as by Ctrl-C;
-if it is ``bus`` it kills the bus after a checkpoint, and if it is ``buses`` the next bus, too. It
-prints how the job has ended.
+if it is ``bus`` it kills the servers of the bus after a checkpoint, and if it is ``buses`` those of
+the next bus, too. With ``server`` it kills one of them. It
+prints how the job has ended. The cluster has three nodes or more, so three servers have the bus.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ def kill_node(cluster: Cluster, traces: Path) -> None:
 
 
 def kill_buses(checkpoints: Path, count: int) -> None:
-    """Kill so many servers of the bus, one after another, once there is a checkpoint.
+    """Kill the servers of the bus so many times, once there is a checkpoint.
 
-    A server is killed when the groups are being started that use it.
+    They are killed when the groups are being started that use it.
     """
     wait_until(lambda: any(checkpoints.glob("step-*/manifest.json")), "a checkpoint", LIMIT_S)
     for _ in range(count):
         wait_until(lambda: commands("run") > commands("serve") > [], "a group", LIMIT_S)
-        _, server = commands("serve")[0]
-        psutil.Process(server).kill()
+        for _, server in commands("serve"):
+            psutil.Process(server).kill()
         wait_until(lambda: not commands("serve"), "the end of the bus", LIMIT_S)
         print("killed a bus", flush=True)
 
@@ -79,6 +80,11 @@ def disturb(cluster: Cluster, traces: Path, what: str) -> None:
     wait_for_steps(traces, [BEFORE, BEFORE])
     if what == "kill":
         kill_node(cluster, traces)
+    elif what == "server":
+        _, server = commands("serve")[0]
+        psutil.Process(server).kill()
+        wait_for_steps(traces, [count + BEFORE for count in committed(traces)])
+        print("both groups train", flush=True)
     elif what.startswith("bus"):
         kill_buses(traces.with_name("checkpoints"), 1 + (what == "buses"))
     else:

@@ -87,7 +87,7 @@ class SlurmCluster:
     def _start(self, nodes: int) -> None:
         host, ports = socket.gethostname().partition(".")[0], _free_ports(nodes + 1)
         lines = [
-            f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 "
+            f"NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.{n + 1} Port={port} CPUs=4 "
             "RealMemory=8000 State=UNKNOWN"
             for n, port in enumerate(ports[1:], 1)
         ]

@@ -301,6 +301,13 @@ def test_hosts_take_different_parts_of_different_groups() -> None:
         assert "all 2 parts of group 0 have supervisors that live" in str(refused.value)
 
 
+def test_host_prefers_the_part_of_which_it_has_copies() -> None:
+    bus = open_bus("memory://parts-copied")
+    with closing(bus), closing(Claims(bus, lambda: None)) as host:
+        assert host.take_part("0", 3, lambda: False, has_copies=lambda part: part == 2) == 2
+        assert host.take_part("1", 3, lambda: False, has_copies=lambda part: part == 0) == 0
+
+
 def test_host_that_comes_back_takes_a_part_that_was_lent() -> None:
     bus = open_bus("memory://parts-lent")
     with (

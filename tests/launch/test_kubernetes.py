@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from namespaces import needs_namespaces
-from pods import Cluster, expanded
+from pods import Cluster, Job, expanded
 from typer.testing import CliRunner
 
 from fft.bus.token import JobToken
@@ -163,16 +165,26 @@ def test_service_is_headless_and_has_all_pods_of_the_job_and_no_others() -> None
     assert not service["spec"]["selector"].items() <= other.items()
 
 
-@pytest.mark.parametrize(
-    ("form", "host"), [("jobs", "train-bus-0.train"), ("jobset", "train-bus-0-0.train")]
-)
-def test_groups_find_the_bus_by_the_host_name_of_its_pod(form: str, host: str) -> None:
+@pytest.mark.parametrize(("form", "suffix"), [("jobs", ""), ("jobset", "-0")])
+def test_groups_find_the_bus_by_the_host_names_of_its_pods(form: str, suffix: str) -> None:
     """A pod of an Indexed Job is named JOB-INDEX, and a Job of a JobSet is named SET-JOB-0."""
+    pods = ",".join(
+        f"train-{pod}.train:29500"
+        for pod in (f"bus{suffix}-0", f"peer{suffix}-0", f"peer{suffix}-1")
+    )
     for spec in job_specs(forms()[form]).values():
-        assert container(spec)["env"][0] == {
-            "name": "FFT_BUS",
-            "value": f"tcp://{host}:29500/train",
-        }
+        url = f"nats://job-token@{pods}/train"
+        assert container(spec)["env"][0] == {"name": "FFT_BUS", "value": url}
+
+
+@pytest.mark.parametrize(
+    "job", [a_job(nats=False), a_job(placement=Placement(2, 2, 2))], ids=["no NATS", "two pods"]
+)
+def test_bus_without_nats_or_a_third_pod_is_one_pod(job: KubernetesJob) -> None:
+    for specs, host in ((job_specs(job.manifests()), ""), (job_specs(job.jobset()), "-0")):
+        assert "peer" not in specs and specs["bus"]["completions"] == 1
+        url = f"tcp://train-bus{host}-0.train:29500/train"
+        assert container(specs["group"])["env"][0] == {"name": "FFT_BUS", "value": url}
 
 
 @FORMS
@@ -190,6 +202,7 @@ def test_pods_run_the_parts_of_the_placement() -> None:
     specs = job_specs(a_job().manifests())
     assert {role: spec["completions"] for role, spec in specs.items()} == {
         "bus": 1,
+        "peer": 2,
         "group": 3,
         "spare": 1,
     }
@@ -438,6 +451,14 @@ class Trial:
         return {line for line in found if line.startswith(f"bits {last} ")}
 
 
+def judges(job: Job, index: int = 0) -> bool:
+    """Whether a pod of the bus serves it, and waits for the end of the job."""
+    first = job.pods[index].first() if index in job.pods else None
+    with suppress(psutil.NoSuchProcess):
+        return first is not None and any("outcome" in p.cmdline() for p in first.children())
+    return False
+
+
 @contextmanager
 def trial(folder: Path, script: str, *options: str, claim: bool = True) -> Iterator[Trial]:
     """Render a job of two groups, and make a cluster for it."""
@@ -499,6 +520,71 @@ def test_lost_bus_lets_the_job_resume_from_its_checkpoint(tmp_path: Path) -> Non
         first, second = audit.starts
         broken = {finding.name for finding in first.findings if finding.violation}
         assert broken <= {"decided"} and second.ok, audit.render()  # they have stopped in doubt
+
+
+COMPLETE = """
+import sys
+from fft.bus import open_job_bus
+from fft.bus.token import JobToken
+from fft.launch.supervisor.claims import Claims
+with open_job_bus(sys.argv[1], JobToken.from_env(), 60.0) as bus:
+    claims = Claims(bus, lambda: None)
+    claims.take(["0", "1"], take_over=False)
+    claims.status = 0
+    claims.close()
+"""
+"""A supervisor of both groups that ends with status 0."""
+
+
+@in_pods
+def test_pods_of_the_bus_replace_each_other_and_end_with_the_job(tmp_path: Path) -> None:
+    with trial(tmp_path, "1 0 1", "--spare-pods", "1") as job:
+        cluster, bus, peer = job.cluster, job.cluster.job("bus"), job.cluster.job("peer")
+        cluster.job("group").has_room = cluster.job("spare").has_room = False
+        servers = (bus, 0), (peer, 0), (peer, 1)
+
+        def all_serve() -> bool:
+            return all(judges(*server) for server in servers)
+
+        cluster.run_until(all_serve, "the servers have elected a leader", LIMIT_S)
+        bus.pods[0].lose()
+        cluster.run_until(lambda: 0 in bus.exits, "a pod is lost", LIMIT_S)
+        cluster.run_until(all_serve, "another pod has joined the others", LIMIT_S)
+        peer.pods[1].delete()
+        cluster.run_until(lambda: 1 in peer.exits, "a pod is evicted", LIMIT_S)
+        cluster.run_until(all_serve, "another pod has joined the others", LIMIT_S)
+        places = ",".join(f"{each.pods[index].address}:29500" for each, index in servers)
+        command = [sys.executable, "-c", COMPLETE, f"nats://job-token@{places}/train"]
+        subprocess.run(
+            ["ip", "netns", "exec", bus.pods[0].space, *command],
+            env={**os.environ, "FFT_TOKEN": cluster.token},
+            check=True,
+            timeout=LIMIT_S,
+        )
+        cluster.run_until(lambda: bus.is_complete and peer.is_complete, "they end", LIMIT_S)
+        assert bus.exits[0][1:] == [0] and peer.exits == {0: [0], 1: [75, 0]}, cluster.output()
+
+
+@in_pods
+def test_three_pods_of_the_bus_lose_one_each_without_a_restart(tmp_path: Path) -> None:
+    with trial(tmp_path, "900 0.1 2", "--spare-pods", "1") as job:
+        cluster, bus, peer = job.cluster, job.cluster.job("bus"), job.cluster.job("peer")
+        job.trains(0, 5)
+        job.trains(1, 5)
+        bus.pods[0].lose()
+        cluster.run_until(lambda: 0 in bus.exits, "the pod is lost", LIMIT_S)
+        job.trains(0, 5)
+        job.trains(1, 5)
+        cluster.run_until(lambda: judges(bus), "another pod judges the job", LIMIT_S)
+        peer.pods[0].delete()
+        cluster.run_until(lambda: 0 in peer.exits, "a peer was evicted", LIMIT_S)
+        job.trains(1, 5)
+        job.ends()
+        assert all(each.is_complete for each in cluster.jobs), cluster.output()
+        assert cluster.job("group").exits == {0: [0], 1: [0]}, "no other pod restarts"
+        assert not (job.traces / "start2").exists() and len(job.bits()) == 1
+        audit = audit_job(job.traces)
+        assert audit.ok, audit.render()
 
 
 @in_pods

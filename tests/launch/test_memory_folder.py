@@ -33,7 +33,7 @@ def folders() -> list[Path]:
 
 
 def test_folder_is_private_and_removed_at_the_end(config: RunConfig) -> None:
-    with copies_folder(config, joins=False) as (plan, _):
+    with copies_folder(config, joins=False) as (plan, _, _):
         assert plan is not None and plan.place.stat().st_mode & 0o777 == 0o700
         assert folders() == [plan.place]
         assert 0 < plan.limit <= free_memory()
@@ -41,29 +41,29 @@ def test_folder_is_private_and_removed_at_the_end(config: RunConfig) -> None:
 
 
 def test_same_command_has_a_folder_of_its_own_while_it_runs_twice(config: RunConfig) -> None:
-    with copies_folder(config, joins=False) as (plan, _):
-        with copies_folder(config, joins=False) as (other, _):
+    with copies_folder(config, joins=False) as (plan, _, _):
+        with copies_folder(config, joins=False) as (other, _, _):
             assert plan is not None and other is not None and plan.place != other.place
         assert plan.place.exists() and not other.place.exists()
 
 
 def test_folder_stays_for_the_next_start_if_asked(config: RunConfig) -> None:
-    with copies_folder(config, joins=False) as (plan, keep):
+    with copies_folder(config, joins=False) as (plan, _, keep):
         assert plan is not None
         (plan.place / "step-4").mkdir()
         keep()
-    with copies_folder(config, joins=False) as (again, _):
+    with copies_folder(config, joins=False) as (again, _, _):
         assert again is not None and again.place == plan.place
         assert (again.place / "step-4").is_dir()
     assert folders() == []
 
 
 def test_folder_of_another_user_is_not_used(config: RunConfig) -> None:
-    with copies_folder(config, joins=False) as (plan, _):
+    with copies_folder(config, joins=False) as (plan, _, _):
         assert plan is not None
     plan.place.mkdir(mode=0o777)
     plan.place.chmod(0o777)
-    with copies_folder(config, joins=False) as (other, _):
+    with copies_folder(config, joins=False) as (other, _, _):
         assert other is not None and other.place != plan.place
 
 
@@ -77,9 +77,12 @@ def test_folder_that_no_process_removes_any_more_is_swept(config: RunConfig) -> 
         assert not old.exists() and held.exists()
 
 
-def test_jobs_without_copies_have_no_folder(config: RunConfig) -> None:
-    with copies_folder(config, joins=True) as (plan, _):
+def test_hosts_without_a_token_have_no_copies(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with copies_folder(config, joins=True) as (plan, _, _):
         assert plan is None and folders() == []
+    assert "set FFT_TOKEN_FILE" in caplog.text
 
 
 def killed(folder: Path, kept_s: float, has_copy: bool = True) -> float:

@@ -81,6 +81,17 @@ def test_interrupt_of_the_driver_drains_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+def test_job_continues_without_one_server_of_its_bus(tmp_path: Path) -> None:
+    done = driven(tmp_path, 400, "server")
+    assert done.returncode == 0 and "both groups train" in done.stdout, done.stdout
+    assert json.dumps({"status": 0, "step": 400}) in done.stdout
+    starts = {path.name for path in (tmp_path / "traces").glob("g*.jsonl")}
+    assert starts == {"g0r0i1.jsonl", "g1r0i1.jsonl"}, "no process restarts"
+    audited(tmp_path / "traces")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_job_with_a_lost_bus_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
     done = driven(tmp_path, 200, "bus")
     assert done.returncode == 0, done.stdout

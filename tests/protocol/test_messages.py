@@ -40,6 +40,7 @@ from fft.messages.protocol import (
     event_to_json,
     next_lineage,
 )
+from fft.trace.writer import encode_line
 
 # --- strategies, read off the dataclasses ---------------------------------------------------------
 
@@ -100,6 +101,8 @@ def test_every_event_goes_into_a_trace_line_and_comes_back(name: str, data: st.D
     event = data.draw(values(EVENTS[name]))
     line = json.dumps(event_to_json(event))
     assert event_from_json(json.loads(line)) == event
+    assert json.loads(encode_line({"event": event, "x": "\ud800"}))["event"] == json.loads(line)
+    assert json.loads(encode_line({"event": event}))["event"] == json.loads(line)
 
 
 @settings(max_examples=50, deadline=None)

@@ -77,6 +77,7 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
             "one_rank_of_a_group_killed"
         ),
         "false suspicion": "false_suspicion_nothing_lost",
+        "a joiner hangs in a step of the job": "joiner_hangs_in_its_first_step",
         "the user skips a step (an inf, a loss that is not finite)": "skip_by_one",
         "states of replicas differ": "states_differ_stop",
         "reduced gradients of replicas differ (a flipped bit, or a step function that changes "
@@ -140,6 +141,9 @@ def test_every_row_of_the_fault_table_has_its_scenario() -> None:
         ),
         "disk full under traces and logs": "e2e/test_durable_short.py",
         "groups that reduce different gradients": "e2e/test_reducer.py",
+        "a joiner hangs, compiles or fails in its first step, in FFT's own loop": (
+            "e2e/test_rehearsals.py"
+        ),
         "notice of preemption with a deadline": "e2e/test_notice.py",
         "the same, on one rank of a group": "e2e/test_notice.py",
         "the same, while the bus is silent": "e2e/test_deadline.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,16 @@ class Start(TracedJob):
 
 
 def start(
-    directory: Path, steps: int, origin: Record | None = None, lineage: str | None = None
+    directory: Path,
+    steps: int,
+    origin: Record | None = None,
+    lineage: str | None = None,
+    files: Mapping[str, Any] | None = None,
 ) -> list[Record]:
-    """Write a start that begins with the state of ``origin``, perhaps under another lineage."""
+    """Write a start that begins with the state of ``origin``, perhaps under another lineage.
+
+    ``files``: data of a copy in memory that it begins with, or else writes.
+    """
     names = ("lineage", "step", "cursor", "batches")
     state = {} if origin is None else {name: getattr(origin, name) for name in names}
     if lineage is not None:
@@ -47,8 +55,10 @@ def start(
     job = Start(directory, **state)
     for node in job.nodes.values():
         if origin is not None:
-            resumed_data = {"lineage": origin.lineage, "as": state["lineage"]}
+            resumed_data = {"lineage": origin.lineage, "as": state["lineage"], **(files or {})}
             job.writers[node.peer].note("resumed", resumed_data, node.local)
+        elif files is not None:
+            job.writers[node.peer].note("memory_copy", files, node.local)
     for _ in range(steps):
         job.step()
     job.close()
@@ -69,6 +79,20 @@ def test_each_start_may_go_on_from_any_that_came_before(root: Path) -> None:
     found = audit_job(root)
     assert found.ok, found.render()
     assert found.resumed.checks == 2 + 3 * 2, "nothing is missing; a place in the data, and bits"
+
+
+@pytest.mark.parametrize("name", ["g0r0.safetensors", "g1r0.safetensors"])
+def test_file_of_a_copy_in_memory_must_be_as_a_rank_has_written_it(
+    name: str, tmp_path: Path
+) -> None:
+    """It may be that of the same rank of another group."""
+    first = start(tmp_path, 9, files={"attempt": "a", "files": {"g0r0.safetensors": "12"}})
+    for number, digest in ((2, "12"), (3, "13")):
+        found = {"attempt": "a", "files": {name: digest}}
+        start(tmp_path / f"start{number}", 4, first[5], files=found)
+        report = audit_job(tmp_path)
+        assert report.ok == (digest == "12"), report.render()
+    assert "a file of rank 0 from a copy in memory has SHA-256 13" in report.render()
 
 
 def test_resharded_state_is_looked_up_under_its_original_lineage(

@@ -6,9 +6,11 @@ weights differ until the checkpoint is loaded. `test_durable.py` runs whole jobs
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
+import re
 import resource
 import shutil
 import threading
@@ -706,6 +708,31 @@ def test_a_checkpoint_of_stages_is_refused_by_a_job_that_has_none(
         Start(tmp_path / "second", checkpoint=at(place)).train(Stream(), 9)
     with pytest.raises(CheckpointError, match=refused):  # before a model is built
         Start(tmp_path / "third", checkpoint=at(place, resume=6))
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"more": 1}, {"step": "6"}])
+def test_manifest_of_another_version_that_cannot_be_read_is_refused_with_both(
+    place: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = place / "step-6" / "manifest.json"
+    later = {**json.loads(path.read_text()), **change, "fft_version": "9.1.0"}
+    del later["sha256"]
+    text = json.dumps(later, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**later, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    refused = rf"FFT 9\.1\.0 has written it, and this is FFT {re.escape(fft.__version__)}: .* FFT 9"
+    with pytest.raises(DamagedCheckpoint, match=refused):
+        Start(tmp_path / "second", checkpoint=at(place, resume=6)).train(Stream(), 9)
+
+
+def test_state_of_another_version_that_does_not_fit_is_refused_with_both(
+    place: Path, tmp_path: Path
+) -> None:
+    path = place / "step-6" / "manifest.json"
+    manifest = unsealed(Manifest, path.read_bytes(), "it")
+    path.write_bytes(sealed(manifest.model_copy(update={"fft_version": "9.1.0"})))
+    start = Start(tmp_path / "second", checkpoint=at(place), width=WIDTH + 1)
+    with pytest.raises(StateMismatch, match=r"--resume\. FFT 9\.1\.0 has written it"):
+        start.train(Stream(), 9)
 
 
 def test_a_rate_that_the_next_body_sets_is_not_in_the_checkpoint(

@@ -91,7 +91,7 @@ class Job:
         self.n += 1
         if aborts:
             return set()
-        if Tally.of(votes).commit().checkpoint:
+        if Tally.of(votes).commit.checkpoint:
             self.checkpoint = self.n
         self.step += not skip
         self.apart |= {name: self.apart.get(name) or entry(name) for name in members}
@@ -181,7 +181,7 @@ def test_data_that_end_with_a_skip_end_with_a_checkpoint(bus: ErrorBus) -> None:
     for txn, last, skip in ((1, False, True), (2, True, True), (3, True, True)):
         group.local = Local("PREPARED", "prepared", "", head=head, epoch=epoch)
         asks = due.asks(StartTxn(Token(1, txn), 7, "", 0, 0, 1, ("0",), 0), last, skip)
-        is_due = Tally.of([vote(group.peer, last, skip, asks)]).commit().checkpoint
+        is_due = Tally.of([vote(group.peer, last, skip, asks)]).commit.checkpoint
         checkpoint = txn + 1 if is_due else head.checkpoint
         head = replace(
             epoch, n=txn + 1, kind="commit", txn=txn, members=(), skip=skip, checkpoint=checkpoint

@@ -104,7 +104,7 @@ class Stage:
         if aborts:
             return {}
         self.n += 1
-        if Tally.of(votes).commit().checkpoint:
+        if Tally.of(votes).commit.checkpoint:
             self.checkpoint = self.n
         self.step, self.cursor = self.step + (not skip), after
         commit = replace(

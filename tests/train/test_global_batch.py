@@ -122,6 +122,19 @@ def test_loaders_take_several_batches_per_txn_as_groups_come_and_go(
     assert steps - {"1"} == {str(2 * max(1, workers))}, "one stream for all batches of a worker"
 
 
+@pytest.mark.multiprocess
+def test_workers_continue_their_streams_while_the_members_stay(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A worker once read the position of the trainer in the middle of a write, so that it skipped
+    a request and another worker opened the stream at that item."""
+    stream = opened(fft.StreamLoader, Log(tmp_path / "log"), num_workers=2)
+    for first in range(0, 3000, 3):
+        for item in (first, first + 2):
+            assert int(stream.take(Due(first, item, step=3, stride=2))) == item
+    assert sorted((tmp_path / "log").read_text().split()) == ["0+3", "2+3"]
+
+
 def loader(**options: Any) -> fft.CursorLoader:
     return fft.CursorLoader(list(range(64)), **{"batch_size": 4, **options})
 

@@ -185,33 +185,6 @@ def test_loader_keeps_its_prefetched_items_when_members_change(
 
 
 @pytest.mark.multiprocess
-def test_pending_loads_are_dropped_when_the_members_change(
-    opened: Callable[..., Any], tmp_path: Path
-) -> None:
-    gate, log = tmp_path / "gate", tmp_path / "log"
-
-    class Gated(Noisy):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            if index >= 4:  # all but item 0 wait for the gate
-                wait_until(gate.exists, "the test opens the gate")
-            return super().__getitem__(index)
-
-    loader = opened(
-        fft.CursorLoader, Gated(log), 4, shuffle=False, num_workers=1, prefetch_factor=4
-    )
-    loader.take(Due(0, 0, 2))  # asked for ahead: 2, on which the worker waits, 4, 6, 8
-    wanted = Due(3, 3, 2)
-    loader._window.copy_(
-        torch.tensor([3, wanted.number, wanted.step, 0])
-    )  # as take(), which blocks
-    gate.touch()
-    assert bits(loader.take(wanted))[0] == [12, 13, 14, 15]
-    loader.close()
-    begun = {int(i) // 4 for i in log.read_text().split()}
-    assert begun.isdisjoint({4, 6, 8}), "they were nobody's any more"
-
-
-@pytest.mark.multiprocess
 def test_members_that_change_back_get_the_items_put_aside(
     opened: Callable[..., Any],
 ) -> None:

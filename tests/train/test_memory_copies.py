@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fft.checkpoints.copies import HeldCopies, deliver, keep_newest
+from fft.checkpoints.copies import HeldCopies, chosen, deliver, keep_newest
 from fft.checkpoints.files import File, Manifest, Scope, file_stem, partial_name
 from fft.checkpoints.plan import MemoryPlan, memory_interval
 from fft.checkpoints.stores import LocalStore
@@ -59,29 +59,38 @@ def copied(root: Path, *steps: int) -> HeldCopies:
     return HeldCopies(root)
 
 
+def newest(copies: HeldCopies, below: int | None = None) -> tuple[Manifest | None, list[str]]:
+    """Return the newest copy of one folder, ready to be loaded, and why others are not used."""
+    choice, problems = chosen([copies], below)
+    if choice is None:
+        return None, problems
+    copies.adopt(choice, [""], 0)
+    return choice.manifest, problems
+
+
 def test_newest_complete_copy_is_one_checkpoint(tmp_path: Path) -> None:
     copies = copied(tmp_path, 4, 6)
     part(tmp_path, 8, "0", 1)  # the job ended in the midst of this copy
-    found, problems = copies.newest()
+    found, problems = newest(copies)
     assert found is not None and not problems
     assert (found.step, found.lineage, found.groups, len(found.files)) == (6, "l6", GROUPS, 8)
     assert copies.checkpoints.verify(6) == found
-    assert copies.newest(below=6)[0] == copies.checkpoints.manifest(4)
-    assert copies.newest(below=4) == (None, [])
+    assert newest(copies, below=6)[0] == copies.checkpoints.manifest(4)
+    assert newest(copies, below=4) == (None, [])
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_flipped_bit_is_found_before_the_copy_is_used(seed: int, tmp_path: Path) -> None:
     """A flip in a manifest or a file of one rank, at a random place."""
     copies, dice = copied(tmp_path, 4, 6), random.Random(seed)
-    newest = tmp_path / partial_name(6, "a6")
-    path = dice.choice(sorted(newest.iterdir()))
+    folder = tmp_path / partial_name(6, "a6")
+    path = dice.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
     data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
     path.write_bytes(data)
-    found, problems = copies.newest()
+    found, problems = newest(copies)
     assert found is not None and found.step == 4, "the one with the own state of all groups"
-    assert len(problems) == 1 and f"{newest.name}/{path.stem}" in problems[0]
+    assert len(problems) == 1 and f"{folder.name}/{path.stem}" in problems[0]
 
 
 def test_shards_come_from_the_groups_that_have_them(tmp_path: Path) -> None:
@@ -89,7 +98,7 @@ def test_shards_come_from_the_groups_that_have_them(tmp_path: Path) -> None:
     for group, rank in (("0", 1), ("1", 0)):
         path = tmp_path / partial_name(6, "a6") / f"{file_stem(group, rank)}.safetensors"
         path.write_bytes(b"damaged")
-    found, problems = copies.newest()
+    found, problems = newest(copies)
     assert found is not None and (found.writer, found.groups) == ("0", ())
     assert len(problems) == 2
     assert copies.checkpoints.verify(6) == found
@@ -102,21 +111,21 @@ def test_shards_come_from_the_groups_that_have_them(tmp_path: Path) -> None:
 def test_one_group_is_enough_if_the_host_of_the_other_is_lost(tmp_path: Path) -> None:
     for rank in range(RANKS):
         part(tmp_path, 6, "1", rank)
-    found, problems = HeldCopies(tmp_path).newest()
+    found, problems = newest(HeldCopies(tmp_path))
     assert found is not None and (found.writer, found.groups, problems) == ("1", ("1",), [])
 
 
 def test_shard_that_no_group_has_makes_the_copy_useless(tmp_path: Path) -> None:
     copies = copied(tmp_path, 4)
     part(tmp_path, 6, "0", 1), part(tmp_path, 6, "1", 1)
-    found, _ = copies.newest()
+    found, _ = newest(copies)
     assert found is not None and found.step == 4
 
 
 def test_parts_of_different_lineages_are_not_combined(tmp_path: Path) -> None:
     copies = copied(tmp_path, 4, 6)
     part(tmp_path, 6, "1", 1, lineage="another")
-    found, problems = copies.newest()
+    found, problems = newest(copies)
     assert found is not None and found.step == 4
     assert "group 1 rank 1 has another lineage" in problems[0]
 
@@ -125,20 +134,20 @@ def test_rank_keeps_its_newest_complete_copy_alone(tmp_path: Path) -> None:
     copies = copied(tmp_path, 2, 4, 6)
     for group in GROUPS:
         for rank in range(RANKS):
-            keep_newest(tmp_path, group, rank, below=8)
+            keep_newest(tmp_path, file_stem(group, rank), below=8)
     assert copies.steps() == [6]
     assert [p.name for p in tmp_path.iterdir()] == [partial_name(6, "a6")]
 
 
 def test_copy_that_was_resumed_from_is_removed_like_others(tmp_path: Path) -> None:
     copies = copied(tmp_path, 2, 4)
-    found, _ = copies.newest()
+    found, _ = newest(copies)
     copies.remove_others(found)
     assert copies.steps() == [4]
     copied(tmp_path, 5)
     for group in GROUPS:
         for rank in range(RANKS):
-            keep_newest(tmp_path, group, rank, below=6)
+            keep_newest(tmp_path, file_stem(group, rank), below=6)
     assert copies.steps() == [5] and len(list(tmp_path.iterdir())) == 1
 
 

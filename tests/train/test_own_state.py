@@ -4,6 +4,10 @@ steps: both are in the state that a rollback restores and another process loads.
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +212,135 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
     joiner(torch.ones(1, 2)).sum().backward()
 
 
+class Choice(Enum):
+    TREE = 1
+    RING = 2
+
+
+SENT = {
+    "flag": True,
+    "number": 3,
+    "factor": 0.5,
+    "text": "ring",
+    "list": [1, [2.0, None]],
+    "tuple": (1, (2,)),
+    "dict": {"depth": {"of": [1]}},
+}
+"""Values of a made-up setter that a state holds."""
+REFUSED: dict[str, tuple[Any, str]] = {
+    "function": (math.sqrt, r"math\.sqrt"),
+    "object": (SimpleNamespace(depth=1), r"types\.SimpleNamespace"),
+    "objects": ([SimpleNamespace()], r"types\.SimpleNamespace"),
+    "set": ({3}, "3"),
+    "keys": ({1: 2}, "2"),
+    "dtype": (torch.bfloat16, r"torch\.bfloat16"),
+    "tensor": (torch.tensor(2.0), "a tensor"),
+    "choice": (Choice.RING, r"test_own_state\.Choice\.RING"),
+}
+"""Other values, and their texts in the error."""
+
+
+def two_sharded(mesh: DeviceMesh) -> Iterator[Any]:
+    for _ in range(2):
+        model = network()
+        fully_shard(model[0], mesh=mesh)
+        yield fully_shard(model, mesh=mesh)
+
+
+def things_of(model: nn.Module) -> dict[str, Any]:
+    fsdp = fsdp_state(model[0])
+    group = fsdp_groups(fsdp)[0]
+    return {"state": fsdp, "context": fsdp._state_ctx, "group": group} | {
+        "parameter": group.fsdp_params[0]
+    }
+
+
+@pytest.mark.parametrize("of", ["state", "context", "group"])
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize("there", [True, False])
+def test_setting_of_an_unknown_setter_is_loaded_by_another_process(
+    mesh: DeviceMesh, kind: str, of: str, there: bool
+) -> None:
+    """The joiner has the attribute with its default, or does not have it."""
+    donor, joiner = two_sharded(mesh)
+    for model in (donor, joiner) if there else ():
+        things_of(model)[of].something = None
+    state, its = StepState([donor], []), StepState([joiner], [])
+    its.load(copy.deepcopy(state.export()))
+    donor(torch.ones(1, 2)).sum().backward()
+    state.unwind()
+    things_of(donor)[of].something = SENT[kind]
+    sent = copy.deepcopy(state.export())
+    its.load(sent)
+    assert things_of(joiner)[of].something == SENT[kind]
+    assert its.export()["flags"] == sent["flags"]
+
+
+def test_loaded_settings_are_copies_and_replace_no_objects(mesh: DeviceMesh) -> None:
+    """An object here, such as an event, is not replaced by the None or the value from there."""
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    event = torch.Event(device="cpu")
+    joiner.set_post_optim_event(event)
+    things_of(donor)["group"].something = [1]
+    things_of(donor)["parameter"].offload_to_cpu = True
+    sent = copy.deepcopy(state.export())
+    its.load(sent)
+    assert things_of(joiner)["context"].post_optim_event is event
+    assert things_of(joiner)["parameter"].offload_to_cpu, "a switch of a parameter"
+    things_of(joiner)["group"].something.append(2)
+    its.load(sent)
+    assert things_of(joiner)["group"].something == [1]
+
+
+@pytest.mark.parametrize("of", ["state", "context", "group", "parameter"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_setting_that_cannot_be_sent_is_refused_by_place(
+    mesh: DeviceMesh, kind: str, of: str
+) -> None:
+    """The same setting before the job, on both, is accepted."""
+    value, text = REFUSED[kind]
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    state.export()
+    things_of(donor)[of].something = value
+    if (kind, of) == ("tensor", "parameter"):
+        return  # tensors of a parameter hold its values
+    with pytest.raises(StateMismatch, match=rf"settings of model0[.0]* .*something\) .*: {text}\)"):
+        its.load(copy.deepcopy(state.export()))
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    for model in (donor, joiner):
+        things_of(model)[of].something = value
+    for model, each in ((donor, state), (joiner, its)):
+        each.export()
+        with torch.no_grad():
+            model(torch.ones(1, 2))  # an evaluation leaves no difference
+    its.load(copy.deepcopy(state.export()))
+
+
+def test_number_of_a_parameter_that_changed_is_refused_by_place(mesh: DeviceMesh) -> None:
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    state.export()
+    things_of(donor)["parameter"].scale = 0.5
+    with pytest.raises(StateMismatch, match=r"settings of model0\.0 \(FSDPParam\.scale\) .*: 0\.5"):
+        its.load(copy.deepcopy(state.export()))
+
+
+def test_hook_of_fsdp_set_during_the_job_is_refused_by_place(mesh: DeviceMesh) -> None:
+    donor, joiner = two_sharded(mesh)
+    state, its = StepState([donor], []), StepState([joiner], [])
+    state.export()
+    donor[0].set_all_reduce_hook(_double)
+    with pytest.raises(
+        StateMismatch, match=r"Group\._all_reduce_hook\) .*: test_own_state\._double"
+    ):
+        its.load(copy.deepcopy(state.export()))
+    joiner[0].set_all_reduce_hook(_double)
+    its.load(copy.deepcopy(state.export()))
+
+
 def _double(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 2
 
@@ -243,7 +376,9 @@ def test_hooks_added_during_the_job_are_refused_by_place(fixed: bool) -> None:
     if fixed:
         states[1].load(exported)
         return
-    with pytest.raises(StateMismatch, match=r"hooks of model0.2.bias .*test_own_state._double"):
+    with pytest.raises(
+        StateMismatch, match=r"hooks or settings of model0.2.bias .*test_own_state._double"
+    ):
         states[1].load(exported)
 
 

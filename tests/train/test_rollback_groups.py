@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,13 @@ from torchft.process_group import ProcessGroupGloo
 from waiting import wait_until
 
 from fft.errors import FftError
-from fft.train.process_groups import AbortableGroup, GroupAborted, ShardProcessGroupGloo, sockets
+from fft.train.process_groups import (
+    AbortableGroup,
+    GroupAborted,
+    ShardProcessGroupGloo,
+    abortable,
+    sockets,
+)
 from fft.train.process_groups.rendezvous import RendezvousStore
 
 MINUTE = timedelta(seconds=60)
@@ -177,6 +184,33 @@ def test_abort_of_one_group_leaves_every_other_connection_alone() -> None:
         theirs.close()
     for group in second:
         group.close()
+
+
+def test_gloo_threads_have_the_names_by_which_quiesce_finds_them() -> None:
+    """gloo of torch 2.11 does not name the thread of its connections, which inherits its name."""
+
+    def loops_and_op_threads() -> tuple[set[str], set[str]]:
+        loops, ops = abortable._LOOP_THREAD, abortable._OP_THREAD
+        return {t for t, _ in sockets._threads(loops)}, {t for t, _ in sockets._threads(ops)}
+
+    def are_named() -> bool:  # a thread names itself after its start
+        loops, ops = loops_and_op_threads()
+        return len(loops - before[0]) == ranks and len(ops - before[1]) == 2 * ranks
+
+    before, server, ranks = loops_and_op_threads(), store_server(), 2
+    groups = [AbortableGroup(ProcessGroupGloo(MINUTE)) for _ in range(ranks)]
+    on_threads(ranks, lambda r: configure(groups[r], server.port, "named", r, ranks))
+    wait_until(are_named, "one loop and two threads for ops in each rank", NOISE_S)
+    for group in groups:
+        group.close()
+
+
+def test_thread_name_is_restored() -> None:
+    comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    before = comm.read_text()
+    with sockets.thread_name("fft-test"):
+        assert comm.read_text() == "fft-test\n"
+    assert comm.read_text() == before
 
 
 def test_a_look_at_a_socket_leaves_its_flags_to_its_owner(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -57,12 +59,8 @@ def changes(model: Any) -> dict[str, tuple[Any, ...]]:
     return {name: arguments for name, arguments in known.items() if hasattr(model, name)}
 
 
-def is_data(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or name == "all_gather_outputs"
-
-
 def settings(model: Any) -> list[dict[str, Any]]:
-    """All attributes of FSDP2's objects that are not tensors."""
+    """All attributes of FSDP2's objects, with tensors by their identity."""
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -71,9 +69,47 @@ def settings(model: Any) -> list[dict[str, Any]]:
             for group in fsdp_groups(state):
                 things += [group, group.mesh_info, *group.fsdp_params]
             for thing in things:
-                plain = {name: v for name, v in vars(thing).items() if not is_data(name, v)}
-                found.append({k: v.copy() if isinstance(v, list) else v for k, v in plain.items()})
+                found.append({name: shown(value) for name, value in vars(thing).items()})
     return found
+
+
+def shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: shown(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [shown(each) for each in value]
+    return id(value) if isinstance(value, torch.Tensor) else value
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "flag": lambda: True,
+    "list": lambda: [1, [2]],
+    "dict": lambda: {"depth": [1, {"of": {2}}]},
+    "tuple": lambda: (1, [2]),
+    "queue": lambda: deque([1]),
+    "object": lambda: SimpleNamespace(depth=1),
+    "tensor": lambda: torch.tensor(2.0),
+    "tensors": lambda: [torch.tensor(2.0)],
+    "function": lambda: lambda gradient: None,
+    "dtype": lambda: torch.bfloat16,
+    "stream": lambda: torch.Stream(device="cpu"),
+    "event": lambda: torch.Event(device="cpu"),
+    "nothing": lambda: None,
+}
+"""Makers of the values that a made-up setter sets."""
+
+
+def change_contents(value: Any) -> None:
+    """Change the innermost container of a value, if there is one."""
+    if isinstance(value, list | tuple | deque):
+        if value and isinstance(value[-1], list | dict):
+            change_contents(value[-1])
+        elif not isinstance(value, tuple):
+            value.append(3)
+    elif isinstance(value, dict):
+        change_contents(next(iter(value.values())))
+    elif isinstance(value, set):
+        value.add(3)
 
 
 @pytest.mark.parametrize("of", ["state", "context", "communication", "group", "parameter"])
@@ -116,6 +152,87 @@ def test_rollback_restores_the_settings_of_an_unknown_setter(
     set_something(model, True)
     state.restore()
     assert settings(model) == before, "a changed attribute"
+
+
+@pytest.mark.parametrize("of", ["state", "context", "communication", "group", "parameter"])
+@pytest.mark.parametrize("kind", VALUES)
+def test_rollback_restores_a_setting_of_any_kind(mesh: DeviceMesh, kind: str, of: str) -> None:
+    """Each value is changed in its contents, replaced, deleted, and set where none was."""
+    model = sharded(mesh)
+    state = StepState([model], [])
+    model(torch.ones(2, 4)).sum().backward()
+    state.unwind()
+    fsdp = fsdp_state(model)
+    group = fsdp_groups(fsdp)[0]
+    things: dict[str, Any] = {
+        "state": fsdp,
+        "context": fsdp._state_ctx,
+        "communication": fsdp._comm_ctx,
+        "group": group,
+        "parameter": group.fsdp_params[0],
+    }
+    thing = things[of]
+    state.capture()
+    before = settings(model)
+    thing.something = VALUES[kind]()
+    model(torch.ones(2, 4)).sum().backward()
+    state.restore()
+    assert settings(model) == before, "absent before"
+    for first in (VALUES[kind](), None):
+        thing.something = first
+        state.capture()
+        before = settings(model)
+        for value in (first, VALUES[kind](), None):
+            thing.something = value
+            change_contents(value)
+            model(torch.ones(2, 4)).sum().backward()
+            state.restore()
+            assert settings(model) == before and thing.something is first
+        del thing.something
+        state.restore()
+        assert settings(model) == before and thing.something is first
+
+
+def test_rollback_restores_settings_of_a_module_sharded_during_the_job(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4))
+    state = StepState([model], [])
+    state.capture()
+    fully_shard(model[1], mesh=mesh)
+    state.capture()
+    group = fsdp_groups(fsdp_state(model[1]))[0]
+    before = vars(group).copy()
+    model[1].set_unshard_in_backward(False)
+    state.restore()
+    assert group.unshard_in_backward and vars(group) == before
+
+
+def test_parameters_moved_in_a_step_are_those_of_the_next_forward(mesh: DeviceMesh) -> None:
+    """``model.to()`` in a step gives the parameters other memory, which a rollback keeps."""
+    model = sharded(mesh)
+    state = StepState([model], [])
+    state.capture()
+    model._apply(torch.clone)
+    model(torch.ones(2, 4)).sum().backward()
+    state.restore()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(torch.ones(2, 4)).any()
+
+
+def test_event_of_the_optimizer_is_set_again_for_the_replay(mesh: DeviceMesh) -> None:
+    """The forward takes the event that ``set_post_optim_event`` has set before the step."""
+    model = sharded(mesh)
+    state = StepState([model], [])
+    event = torch.Event(device="cpu")
+    model.set_post_optim_event(event)
+    state.capture()
+    model(torch.ones(2, 4))
+    state.restore()
+    assert fsdp_state(model)._state_ctx.post_optim_event is event
+    fsdp_state(model)._state_ctx.post_optim_event = None
+    state.restore()
+    assert fsdp_state(model)._state_ctx.post_optim_event is event
 
 
 @pytest.mark.filterwarnings("ignore:Use `set_gradient_divide_factor`:DeprecationWarning")

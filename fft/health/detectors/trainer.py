@@ -15,6 +15,10 @@ threshold that raised an alarm doubles for this step, so that a step that is slo
 finishes at last; a commit resets that. An alarm that was raised in a txn ends only with a mark or
 the end of the txn.
 
+The others wait for the first steps of a process that joins their job. In these only marks count,
+and ``factor`` times the median step of the other ranks is the limit. Beyond it the process is
+suspected, but it is ended only beyond the other limits: it may compile.
+
 The pulse: a record in shared memory from which a monitor reads a trainer's progress.
 
 Pure with respect to clocks and threads; touches one anonymous memory file (Linux). One process
@@ -166,6 +170,8 @@ class ProgressDetector:
         self.config = config or ProgressConfig()
         self.expected_s = 0.0
         """Median time of a step on the other ranks of the job; 0 if it is unknown."""
+        self.joiner_s = 0.0
+        """Least limit for a joiner in a step for which other ranks wait; 0 for other processes."""
         self._attention = Attention(self.config.look_s)
         self._times: deque[float] = deque(maxlen=self.config.window)
         self._step: int | None = None
@@ -196,6 +202,8 @@ class ProgressDetector:
         if self._excess(self._moved, event.at, self.threshold()) >= 0:
             if isinstance(event, Moved) and self.in_txn:
                 return  # the signals for unwinding a step wake a main thread that stays stuck
+            self._alarms += 1
+        elif not isinstance(event, Moved) and self._lateness(event.at) >= 0:
             self._alarms += 1
         match event:
             case Begun(at=at, step=step):
@@ -243,7 +251,11 @@ class ProgressDetector:
         if self._atomic or not self.in_txn or not (self._is_timed or self.expected_s):
             return config.max_s
         base = self._base() if self._is_timed else max(config.first_s, self._base())
-        return min(config.max_s, base * 2.0 ** min(self._alarms, 64))
+        return self._raised(base)
+
+    def _raised(self, base: float) -> float:
+        """Return a threshold after the alarms so far."""
+        return min(self.config.max_s, base * 2.0 ** min(self._alarms, 64))
 
     @property
     def _is_timed(self) -> bool:
@@ -267,7 +279,8 @@ class ProgressDetector:
             stopped = self._stopped.seconds(now, self._attention) - bound
         excess = max(still, idle, stopped)
         if excess < 0:
-            return GREEN
+            is_late = self._lateness(now) >= 0
+            return Verdict(Level.YELLOW, self._is_late(now)) if is_late else GREEN
         if stopped >= max(still, idle):
             reason = self._is_stopped(now)
         else:
@@ -281,6 +294,27 @@ class ProgressDetector:
         if self._waiting or since.at is None:
             return -math.inf
         return since.seconds(now, self._attention) - limit
+
+    def _lateness(self, now: float) -> float:
+        """Return the seconds by which a joiner exceeds the time that the others' steps allow it.
+
+        Bytecodes and compilations count as standing still, because the others wait for them, too.
+        """
+        if not (self.joiner_s and self.in_txn and self.expected_s) or self._is_timed:
+            return -math.inf
+        return self._excess(self._worked, now, self._joiners_limit)
+
+    @property
+    def _joiners_limit(self) -> float:
+        return self._raised(max(self.joiner_s, self._base()))
+
+    def _is_late(self, now: float) -> str:
+        seconds = self._worked.seconds(now, self._attention)
+        return (
+            f"no progress was marked for {seconds:.2f} s {self._place()} by a process that joins "
+            f"(threshold {self._joiners_limit:.2f} s, from {self.config.factor:g} × the median "
+            f"{self.expected_s:.2g} s of the other ranks)"
+        )
 
     def _stands_still(self, now: float) -> str:
         seconds = self._moved.seconds(now, self._attention)
@@ -361,11 +395,11 @@ class _Since:
 
 # --- pulse ---
 
-_MAGIC: Final = 0x2_4646_5450  # "FFTP", with the version of this layout before it
+_MAGIC: Final = 0x3_4646_5450  # "FFTP", with the version of this layout before it
 _BEAT, _MOVED, _MARKED, _BEGUN, _ENDED, _TOOK = range(1, 7)
 _STEP, _COMMITS, _OPEN, _WAITING, _ATOMIC, _LEFT, _DOOMED = range(7, 14)
-_EXPECTED: Final = 14
-_SLOTS: Final = 15
+_EXPECTED, _JOINS = 14, 15
+_SLOTS: Final = 16
 _BYTES: Final = 8 * _SLOTS
 _COLLECTS: Final = 4
 
@@ -387,6 +421,7 @@ class Reading:
         in_txn: Whether a txn is open.
         waiting: Whether the main thread waits for a peer.
         atomic: Whether it is in an atomic section.
+        joins: Least limit if other ranks wait in a first step of this process, else 0.
         left: Whether the process has marked that it ends on purpose.
     """
 
@@ -402,6 +437,7 @@ class Reading:
     in_txn: bool = False
     waiting: bool = False
     atomic: bool = False
+    joins: float = 0.0
     left: bool = False
 
 
@@ -470,6 +506,12 @@ class Pulse:
         if committed:
             self._times[_TOOK] = now - self._times[_BEGUN]
             self._counts[_COMMITS] += 1
+
+    def join(self, least_s: float) -> None:
+        """Record the least limit if other ranks wait in a first step of this process, else 0."""
+        if self._times[_JOINS] != least_s:
+            self.ping()
+            self._times[_JOINS] = least_s
 
     def leave(self) -> None:
         """Record that this process ends on purpose, so its end is not a fault."""
@@ -546,6 +588,7 @@ class PulseReader:
             in_txn=counts[_OPEN] > 0,
             waiting=counts[_WAITING] > 0,
             atomic=counts[_ATOMIC] > 0,
+            joins=times[_JOINS],
             left=counts[_LEFT] > 0,
         )
 
@@ -658,6 +701,7 @@ class Monitor:
         self._progress.observe(Looked(event.at, event.starved))
         for change in changes(self._seen, event.reading):
             self._progress.observe(change)
+        self._progress.joiner_s = event.reading.joins  # after the events that end its delay
         if event.busy:
             self._progress.observe(Moved(event.at))
         if event.stopped != self._stopped:

@@ -154,14 +154,22 @@ class Claims:
         with self._answers_to(claim) as ear:
             self._ask(claim, others, ear, is_asked)
 
-    def take_part(self, group: str, parts: int, is_asked: Callable[[], bool]) -> int | None:
+    def take_part(
+        self,
+        group: str,
+        parts: int,
+        is_asked: Callable[[], bool],
+        has_copies: Callable[[int], bool] = lambda part: False,
+    ) -> int | None:
         """Claim one of the parts of a group: a free one, or one whose holder does not answer.
 
-        A host with parts of several groups prefers different parts, because the ranks with one
-        number, which have the same shard, must not be lost together.
+        A host prefers parts of whose ranks it has copies. With parts of several groups it prefers
+        different parts, because the ranks with one number, which have the same shard, must not be
+        lost together.
 
         Args:
             parts: Number of parts of the group.
+            has_copies: Returns whether this host has copies of the ranks of a part.
             is_asked: Returns whether to give up; called during waits.
 
         Returns:
@@ -170,7 +178,9 @@ class Claims:
         Raises:
             GroupHeld: All parts have other supervisors, which live.
         """
-        order = sorted(range(parts), key=lambda part: (part - int(group)) % parts)
+        order = sorted(
+            range(parts), key=lambda part: (not has_copies(part), (part - int(group)) % parts)
+        )
         for take in self._has_claimed, partial(self.adopt, is_unwanted=is_asked):
             for part in order:
                 if take(part_name(group, part)):

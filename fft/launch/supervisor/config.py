@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fft.checkpoints.copies import HeldCopies
+from fft.checkpoints.copies import PART, HeldCopies
+from fft.checkpoints.files import file_stem
+from fft.checkpoints.peers import CopiesServer
 from fft.checkpoints.plan import Checkpointing, MemoryPlan, memory_interval
 from fft.errors import ConfigError
 from fft.launch.exit_status import ExitStatus
@@ -100,6 +102,8 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions, SplitGroup):
     """Copies of the state in memory: ``auto``, ``off``, or the number of steps between two."""
     copies: MemoryPlan | None = None
     """Where and when these copies are made; None if there are none."""
+    copies_server: CopiesServer | None = None
+    """Serves the copies of this host to the others, in a job that may have some."""
     resume: bool = False
     """Begin with the newest state, of a checkpoint or a copy in memory."""
     auto_resume: bool = True
@@ -218,10 +222,17 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions, SplitGroup):
 
     @property
     def can_resume(self) -> bool:
-        """Whether a job that has lost its state resumes from another one; only on one host."""
-        if not self.auto_resume or self.parts_in_all != self.groups:
+        """Whether a job that has lost its state resumes from another one."""
+        if not self.auto_resume:
             return False
+        if self.has_other_hosts:  # they cannot follow to the bus of another start here
+            return self.bus_url is not None and bool(self.checkpoint or self.copies)
         return self.checkpoint is not None or self.has_copies
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether other hosts have parts of the job."""
+        return self.parts_in_all != self.groups
 
     @property
     def source(self) -> str:
@@ -236,9 +247,15 @@ class RunConfig(HostOptions, FaultOptions, ReformOptions, SplitGroup):
         Its end may then be the fault of that state.
         """
         begun_at = self.resume_step
-        return self.can_resume and begun_at is not None and step <= begun_at + SOON
+        is_alone = self.can_resume and not self.has_other_hosts
+        return is_alone and begun_at is not None and step <= begun_at + SOON
 
     @property
     def has_copies(self) -> bool:
         """Whether there is a copy of the state in memory."""
         return self.copies is not None and bool(HeldCopies(self.copies.place).steps())
+
+    def has_copies_of(self, group: str, part: int) -> bool:
+        """Whether there is a copy in memory of the first rank of a part of a group."""
+        name = f"step-*/{file_stem(group, part * self.local_ranks)}{PART}"
+        return self.copies is not None and any(self.copies.place.glob(name))

@@ -9,9 +9,10 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fft.bus.base import HEAD, ErrorBus
+from fft.messages.exits import gone_register, gone_value
 from fft.messages.protocol import GroupEntry, Record
 from fft.messages.wire import EPOCH, Wire, decode_packed, left_name
 from fft.trace.tail import JobView
@@ -80,6 +81,29 @@ def complete(view: JobView, buses: Iterable[ErrorBus]) -> None:
         head, epoch = found
         for peer in epoch.peers:
             view.see_member(peer, head.step, has_committed=head.kind == "commit")
+
+
+def have_all_died(buses: Sequence[ErrorBus], is_silent: Callable[[str, int], bool]) -> bool:
+    """Return whether all processes of the newest epochs have ended, so that none has the state.
+
+    Args:
+        buses: The buses of all scopes, that of the job first.
+        is_silent: Returns whether the host of a rank was found to have vanished.
+
+    Raises:
+        BusError: The bus cannot be reached.
+        UnreadableMessage: A register cannot be decoded.
+    """
+    for bus in buses:
+        listed = bus.read(EPOCH)
+        epoch = None if listed is None else Wire().found(decode_packed(listed), bus.read)
+        if epoch is None or not epoch.members:
+            return False
+        for group, r in ((entry.group, r) for entry in epoch.members for r in entry.ranks):
+            held = buses[0].read(gone_register(group, r.rank))
+            if held != gone_value(r.pid, r.host) and not is_silent(group, r.rank):
+                return False
+    return True
 
 
 class Absent:

@@ -37,7 +37,14 @@ from fft.messages.commands import (
     encode_answer,
     fresh_id,
 )
-from fft.messages.exits import Exit, decode_exit, encode_exit, exit_register
+from fft.messages.exits import (
+    Exit,
+    decode_exit,
+    encode_exit,
+    exit_register,
+    gone_register,
+    gone_value,
+)
 from fft.messages.fault_plans import ServiceFault
 from fft.messages.progress import (
     CheckpointReport,
@@ -342,7 +349,11 @@ class Links:
     def publish_exit(self, child: Child) -> None:
         """Add what the supervisor knows of a collected process to the register of its exit."""
         try:
-            self.bus.write(exit_register(child.group, child.rank), encode_exit(child.exit))
+            found = child.exit
+            self.bus.write(exit_register(child.group, child.rank), encode_exit(found))
+            if found.took_part:
+                name = gone_register(child.group, child.rank)
+                self.bus.write(name, gone_value(found.pid, socket.gethostname()))
         except BusError as error:
             logger.debug("how pid %d has ended is not on the bus: %s", child.pid, error)
 

@@ -40,7 +40,7 @@ from fft.launch.supervisor.children import Child, HangReports, Orphans, reap_all
 from fft.launch.supervisor.claims import GRACE_S, Loss
 from fft.launch.supervisor.config import GroupHeld, RunConfig, SupervisorError
 from fft.launch.supervisor.culprit import EVICTED_BY, Diagnoser
-from fft.launch.supervisor.ending import Absent, Outage, Standstill, last_on
+from fft.launch.supervisor.ending import Absent, Outage, Standstill, have_all_died, last_on
 from fft.launch.supervisor.groups import Group, why_not_started
 from fft.launch.supervisor.joined import Joined
 from fft.launch.supervisor.judgement import Deaths, JobOutcome, Judgement
@@ -585,7 +585,8 @@ class Supervisor:
         claims, parts = self._links.claims, self._config.parts_of_group
         for group in list(self._groups.values()):
             try:
-                group.part = claims.take_part(group.name, parts, is_asked) or 0
+                has_copies = partial(self._config.has_copies_of, group.name)
+                group.part = claims.take_part(group.name, parts, is_asked, has_copies) or 0
             except GroupHeld:
                 all_groups = map(str, range(self._config.groups_in_all))
                 others = [part_name(g, p) for g in all_groups for p in range(parts)]
@@ -905,7 +906,7 @@ class Supervisor:
 
     def _mark(self, kind: bad_hosts.Kind, why: str, host: str | None = None) -> None:
         """Remember that this host, or another one, takes part or had a loss."""
-        if self._config.parts_in_all > self._config.groups:  # there are other hosts
+        if self._config.has_other_hosts:
             bad_hosts.mark(self._config.trace_dir, host or bad_hosts.own_name(), kind, why)
 
     def _collect(self, child: Child, group: Group) -> None:
@@ -1021,6 +1022,7 @@ class Supervisor:
         words = None if group.came_too_late and self._links.has_stages else group.error_place
         mistake = self._mistakes.ended(group.name, words, view.committed)
         saves = self._config.can_resume and self._config.checkpoint is not None
+        saves &= not self._config.has_other_hosts
         if mistake is None or not mistake.is_for_good(saves, self._config.groups_in_all):
             self._look_whether_state_is_lost(group)
             if self._ending.drain_until is not None:
@@ -1140,6 +1142,7 @@ class Supervisor:
         try:
             last = last_on(socket.gethostname(), self._links.scopes())
             have_all_ended = self._config.groups == 0 and self._have_others_ended()
+            is_lost = last is None and self._have_all_died()
             self._ending.outage.answered()
         except (BusError, UnreadableMessage, SupervisorError) as error:
             if not self._ending.outage.has_begun:
@@ -1153,6 +1156,22 @@ class Supervisor:
             self._tail.view, self._config.parts_in_all
         ):
             self._end_who_waits(set())
+        elif is_lost:
+            self._ending.lost = ALL_DIED
+            self._end_in_vain(ALL_DIED, in_order=False)
+
+    def _have_all_died(self) -> bool:
+        """Return whether a job of several hosts can resume, and no process has its state.
+
+        Raises BusError, UnreadableMessage, SupervisorError.
+        """
+        if not (self._config.has_other_hosts and self._config.can_resume):
+            return False
+        claims, local = self._links.claims, self._config.local_ranks
+        return have_all_died(
+            self._links.scopes(),
+            lambda group, rank: claims.is_silent(part_name(group, rank // local)),
+        )
 
     def _have_others_ended(self) -> bool:
         """Return whether no group runs here, and all supervisors of the other groups have ended.

@@ -157,7 +157,13 @@ class Parts(RankContext):
         self.attempt = Attempt(self, self.healer, self.leaving, commits)
         begin = partial(join, self)
         self.worker = Worker(self, self.healer, commits, self.attempt, begin)
-        self.loop = TransactionLoop(self, commits, self.attempt, self.worker)
+        self.loop = TransactionLoop(self, commits, self.attempt, self.worker, self.watch)
+
+    def watch(self) -> None:
+        """Start the supervision of the calling thread, which trains. Idempotent."""
+        if self.watchers.main is None:
+            monitor = monitor_config(self.limits) if self.settings.monitor else None
+            self.watchers.watch(monitor, self.job.peer, self.settings.bus_url, self.handle_hang)
 
     def handle_hang(self, reason: str) -> None:
         """React to a hang of the main thread. Called on a thread of the monitor's client.
@@ -354,8 +360,10 @@ def join(parts: Parts) -> Engine:
     parts.state.checkpoints.joined()
     _warn_of_unreduced_parameters(parts)
     _warn_of_other_generators(parts)
-    monitor = monitor_config(parts.limits) if settings.monitor else None
-    watchers.watch(monitor, job.peer, settings.bus_url, parts.handle_hang)
+    parts.watch()
+    if parts.paradigm.steps_together and job.bus.read(HEAD) is not None:
+        # a step that cannot be rehearsed is begun again after the rank was left out
+        watchers.join(is_warm=settings.is_replacement or not parts.txn.by_fft)
     atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,

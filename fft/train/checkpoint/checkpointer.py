@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fft.checkpoints.files import Checkpoints
+from fft.checkpoints.peers import copy_store
 from fft.checkpoints.plan import Checkpointing
 from fft.checkpoints.stores import open_store
 from fft.errors import BusError, FftError
@@ -60,7 +61,9 @@ class Checkpointer(CheckpointHooks):
         self.plan = plan
         self.checkpoints = Checkpoints(open_store(str(plan.place)))
         self._rank, self._job, self._state = rank, rank.job, rank.state
-        source = Checkpoints(open_store(plan.source)) if plan.source else self.checkpoints
+        source = self.checkpoints
+        if plan.source:
+            source = Checkpoints(copy_store(plan.source, rank.settings.token))
         refuse_at_once(plan, source, rank.scope)
         self.loader = CheckpointLoader(plan, source, rank)
         self._copies = Copies(rank.state)

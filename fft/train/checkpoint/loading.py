@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -31,7 +32,9 @@ from fft.checkpoints.files import (
     choose,
     life_of,
     name_of,
+    of_other_version,
 )
+from fft.checkpoints.peers import CopyStore
 from fft.checkpoints.plan import Checkpointing, MemoryPlan
 from fft.errors import CheckpointError, StateMismatch, UnfitCheckpoint
 from fft.messages.protocol import lineage_of
@@ -126,8 +129,11 @@ class CheckpointLoader:
     def _tier(self, manifest: Manifest) -> dict[str, Any]:
         """Return which kind of place the state is from, and why copies in memory are not used."""
         url, memory = self._checkpoints.store.url, MemoryPlan.from_env()
-        if memory is not None and memory.resume == manifest.step:
-            return {"tier": "memory", "unused": memory.unused}
+        store = self._checkpoints.store
+        if isinstance(store, CopyStore) and memory is not None:
+            hosts = sorted({urlsplit(url).netloc for url in store.fetched.values()})
+            told = {"tier": "peer" if hosts else "memory", "from": hosts, "files": store.used}
+            return {**told, "unused": memory.unused}
         tier = "store" if "://" in url else "disk"
         return {"tier": tier, "unused": () if memory is None else memory.unused}
 
@@ -157,13 +163,15 @@ class CheckpointLoader:
         # with another mesh a rank may have a shard of the same shape from another place
         mesh = self._rank.groups.mesh_text
         is_same = (manifest.ranks, manifest.mesh) == (self._ranks, mesh)
+        # in a copy in memory each group has written the shared state, and its own is here
+        has_own = self._plan.source and peer.group in manifest.groups
+        group = peer.group if has_own else manifest.writer
         try:
             if is_same:
-                tree = tree_of(self._checkpoints, manifest, manifest.writer, peer.rank)
+                tree = tree_of(self._checkpoints, manifest, group, peer.rank)
             else:
                 trees = [
-                    tree_of(self._checkpoints, manifest, manifest.writer, r)
-                    for r in range(manifest.ranks)
+                    tree_of(self._checkpoints, manifest, group, r) for r in range(manifest.ranks)
                 ]
                 tree = resharded(trees, state)
         except OSError as error:
@@ -176,11 +184,13 @@ class CheckpointLoader:
         try:
             self._take(tree, own, state)
         except StateMismatch as error:
+            there = manifest.fft_version
+            hint = "" if there == __version__ else f". {of_other_version(there)}"
             raise StateMismatch(
                 f"the checkpoint of step {manifest.step}, {place}, does not fit what this script "
                 f"registers: {error} (what came is the checkpoint's). Resume with the model and "
                 "the optimizers that wrote it; to begin anew, name another --checkpoint directory, "
-                "and leave out --resume"
+                f"and leave out --resume{hint}"
             ) from error
         state.resume_at(at, found.lineage, found.cursor, tree["data"])
         found = replace(found, entries=state.paradigm.load_entries(own))

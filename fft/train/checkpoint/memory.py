@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 from fft.checkpoints.copies import deliver, keep_newest
-from fft.checkpoints.files import Checkpoints, Origin, attempt_name
+from fft.checkpoints.files import Checkpoints, Manifest, Origin, attempt_name, file_stem
+from fft.checkpoints.peers import Deputy, copy_store, key_of
 from fft.checkpoints.plan import COPIES, Checkpointing, MemoryPlan
-from fft.checkpoints.stores import LocalStore
 from fft.errors import BusError, FftError
 from fft.messages.effects import StartTxn
 from fft.messages.protocol import Record
@@ -95,7 +95,9 @@ class MemoryCopies(CheckpointHooks):
         self._plan, self._rank, self._job = plan, rank, rank.job
         self._durable = durable
         self._hooks = durable or CheckpointHooks()
-        self._store = LocalStore(plan.place)
+        self._store = copy_store(plan.place, rank.settings.token)
+        token = rank.settings.token
+        self._deputy = Deputy(rank.job.bus, plan.place, key_of(token)) if token else None
         self._place = rank.job.peer.group, rank.job.peer.rank
         self._copies = Copies(rank.state)
         self._threads = WorkerPool()
@@ -115,7 +117,7 @@ class MemoryCopies(CheckpointHooks):
         self._loader: CheckpointLoader | None = None
         """Resumes from a copy in a job without durable checkpoints; else ``durable`` does."""
         if plan.resume is not None and durable is None:
-            given = Checkpointing(plan.place, resume=plan.resume)
+            given = Checkpointing(plan.place, resume=plan.resume, source=str(plan.place))
             self._loader = CheckpointLoader(given, Checkpoints(self._store), rank)
 
     def resume(self) -> None:
@@ -238,31 +240,48 @@ class MemoryCopies(CheckpointHooks):
                     f"of this host may take {limit_mb:.0f} MB"
                 )
                 return
-            keep_newest(self._plan.place, *self._place, below=record.step)
+            keep_newest(self._plan.place, file_stem(*self._place), below=record.step)
             attempt = self._attempt(record, epoch)
             directory, rank = attempt.directory, self._place[1]
             files = write_rank(self._store, directory, self._place, snapshot.data, snapshot.tensors)
             snapshot.await_confirmation()
             scopes = {self._rank.scope.name: attempt.at}
-            deliver(self._store, directory, attempt.manifest(scopes, attempt.groups, files), rank)
+            part = attempt.manifest(scopes, attempt.groups, files)
             told: dict[str, Any] = {"step": record.step, "bytes": sum(f.size for f in files)}
-            told["place"] = self._store.url
+            told |= {"place": self._store.url, "attempt": attempt.named.name}
+            told["files"] = {file.name: file.sha256 for file in files}
             told["copy_ms"] = round(snapshot.copy_s * 1e3, 3)
             told["write_ms"] = round((time.monotonic() - began) * 1e3, 3)
-            self._job.note("memory_copy", told)
+            self._job.note("memory_copy", told)  # before it counts, so that an audit knows it
+            deliver(self._store, directory, part, rank)
+            self._store_on_peer(directory, part, epoch)
         except (OSError, FftError, RuntimeError) as error:
             self._failed(record.step, error)
         finally:
             self._written.set()
+
+    def _store_on_peer(self, directory: str, part: Manifest, epoch: Record) -> None:
+        """Store a complete copy on another host, if no other host has the same shard."""
+        rank = self._place[1]
+        here = {r.host for entry in epoch.members for r in entry.ranks if r.rank == rank}
+        if self._deputy is None or len(here) > 1:
+            return
+        try:
+            url = self._deputy.store(directory, part, rank)
+        except (OSError, FftError) as error:
+            self._failed(part.step, error, "on another host")
+        else:
+            if url is not None:
+                self._job.note("memory_copy_on_peer", {"step": part.step, "at": url})
 
     def _attempt(self, record: Record, epoch: Record) -> WriteAttempt:
         name = attempt_name(self._job.bus.generation, f"{record.n}|{record.lineage}")
         named = Named(name, record.step, writer=self._place[0])
         return WriteAttempt.of(self._rank, named, record, epoch, self._origin)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: Exception, where: str = "in memory") -> None:
         text = f"{type(error).__name__}: {error}"
-        logger.warning("no copy of step %d in memory: %s; training continues", step, text)
+        logger.warning("no copy of step %d %s: %s; training continues", step, where, text)
         self._job.note("memory_copy_failed", {"step": step, "error": text})
 
     def _turn_off(self, why: str) -> None:

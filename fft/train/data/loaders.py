@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from inspect import signature
+from itertools import count
 from math import lcm
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -87,12 +88,13 @@ class _Schedule:
     ) -> None:
         self.samples, self.items = samples, items
         self.due: Due | None = None
-        self.asked: set[int] = set()
-        """Numbers of open requests."""
+        self.asked: dict[int, int] = {}
+        """Serial number of each open request, by its item."""
         self.ready: dict[int, Answer] = {}
         """Loaded items that this rank still needs, by item number."""
         self.is_careful = False
         """Request only the item that is due, because a worker has died at an unknown item."""
+        self._serials = count(1)
         self._ahead = max(1, workers)
         """Number of workers, at least 1: torch asks them in turn."""
 
@@ -103,14 +105,14 @@ class _Schedule:
         number = self._next()
         if number is None or self.due is None:
             return Request(None, 0, None)
-        self.asked.add(number)
+        self.asked[number] = serial = next(self._serials)
         # The items of all workers repeat after ``turns`` of them, each after ``step`` items.
         step, each = self.due.step, len(self.due.offsets)
         if self.due.stride and step % self.due.stride == 0:  # at equal distances, across txns, too
             step, each = self.due.stride, 1
         turns = lcm(self._ahead, each)
         distance, streams = turns // each * step, turns // self._ahead
-        return Request(number, distance, self.samples(number), streams)
+        return Request(number, distance, self.samples(number), streams, serial)
 
     def _next(self) -> int | None:
         if self.due is None:
@@ -125,6 +127,10 @@ class _Schedule:
     def wants(self, number: int) -> bool:
         """Return whether this rank takes item ``number``, now or later, if the members stay."""
         return self.due is not None and self.due.takes(number)
+
+    def newest_obsolete(self) -> int:
+        """Return the serial number of the newest open request that is not wanted, or 0."""
+        return max((s for n, s in self.asked.items() if not self.wants(n)), default=0)
 
 
 class _Loader(Identified):
@@ -153,10 +159,11 @@ class _Loader(Identified):
         self._items = self.items_in_all = items
         """Number of items, on all ranks and in all data epochs, or None if there is no end."""
         self._identity = identity
-        self._window = torch.zeros(4, dtype=torch.int64, device="cpu") if workers > 0 else None
-        if self._window is not None:
-            self._window.share_memory_()  # type: ignore[no-untyped-call]
-        self._reader = Reader(self._name, data, seed, self._window)
+        # one number, so that no worker reads it in the middle of a write
+        self._obsolete = torch.zeros((), dtype=torch.int64, device="cpu") if workers > 0 else None
+        if self._obsolete is not None:
+            self._obsolete.share_memory_()  # type: ignore[no-untyped-call]
+        self._reader = Reader(self._name, data, seed, self._obsolete)
         self._samples = samples
         self._workers = workers
         self._seed = seed
@@ -203,8 +210,8 @@ class _Loader(Identified):
 
     def _open(self) -> None:
         if self._iterator is None:
-            if self._window is not None:
-                self._window.zero_()
+            if self._obsolete is not None:
+                self._obsolete.zero_()
             self._schedule, loader = self._make()
             with torch.device("cpu"):  # a script may have called torch.set_default_device()
                 self._iterator = iter(loader)
@@ -228,9 +235,8 @@ class _Loader(Identified):
         assert schedule is not None
         schedule.due = due
         schedule.is_careful = self._died_at is not None
-        if self._window is not None:
-            place = [due.first, due.number, due.step, due.stride]
-            self._window.copy_(torch.tensor(place, device="cpu"))
+        if self._obsolete is not None:
+            self._obsolete.fill_(schedule.newest_obsolete())
         for number in [n for n in schedule.ready if not schedule.wants(n)]:
             del schedule.ready[number]
         while due.number not in schedule.ready:
@@ -255,7 +261,7 @@ class _Loader(Identified):
                 raise
             if answer.number is None:
                 continue
-            schedule.asked.discard(answer.number)
+            schedule.asked.pop(answer.number, None)
             if answer.kind != "unwanted" and schedule.wants(answer.number):
                 schedule.ready[answer.number] = answer
         if due.number == self._died_at:

@@ -26,7 +26,6 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 
-from fft.train.data.source import Due
 from fft.util.die_with_parent import PR_SET_PDEATHSIG
 from fft.util.terminal import show_error
 
@@ -44,6 +43,8 @@ class Request(NamedTuple):
     """Indexes of the dataset, one list for each micro-batch if there are any. None for a stream."""
     streams: int = 1
     """Number of interleaved streams of requests that this worker gets, each with this ``step``."""
+    serial: int = 0
+    """Number of this request in the order in which the trainer sends them, to all workers."""
 
 
 class Answer(NamedTuple):
@@ -185,18 +186,18 @@ class Reader(Dataset[Any]):
         name: Name of the loader in messages.
         data: The data to read from.
         seed: Seed of the global generators.
-        window: The fields of the `Due` that the trainer wants now, in shared memory. Workers skip
-            older requests, made before the members changed. None if there are no workers.
+        obsolete: Serial number of a request, in shared memory. Workers skip it and all before it
+            that they have not begun, because the members have changed. None without workers.
     """
 
-    def __init__(self, name: str, data: Data, seed: int, window: torch.Tensor | None) -> None:
+    def __init__(self, name: str, data: Data, seed: int, obsolete: torch.Tensor | None) -> None:
         self._name = name
         self._seed = seed
-        self._window = window
+        self._obsolete = obsolete
         self.data = data
 
     def __getitems__(self, request: Request) -> Answer:
-        if request.number is None or not self._wanted(request.number):
+        if request.number is None or self._is_obsolete(request):
             return Answer(request.number, "unwanted", None)
         worker = get_worker_info()
         if worker is None:
@@ -215,11 +216,8 @@ class Reader(Dataset[Any]):
         with seeded(self._seed, request.number):
             return self._read(request)
 
-    def _wanted(self, number: int) -> bool:
-        if self._window is None:
-            return True
-        due = Due(*map(int, self._window))
-        return due.step == 0 or due.takes(number)
+    def _is_obsolete(self, request: Request) -> bool:
+        return self._obsolete is not None and request.serial <= int(self._obsolete)
 
     def _read(self, request: Request) -> Any:
         try:

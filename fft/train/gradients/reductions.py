@@ -43,6 +43,7 @@ class OpenTxn:
         fixed_slices: Number of batches of a step, of which a group may have several, or 0: one
             each.
         by_fft: Whether FFT's own loop runs it, in which a failed reduction raises an error.
+        is_rehearsal: Whether it is outside the job, so that no other group takes part.
     """
 
     plan: StartTxn | None = None
@@ -52,6 +53,7 @@ class OpenTxn:
     index: int | None = None
     fixed_slices = 0
     by_fft = False
+    is_rehearsal = False
 
     def begin(self, plan: StartTxn) -> None:
         """Open the txn of ``plan``."""
@@ -187,7 +189,7 @@ class Reductions:
 
     def _issue(self, tensor: torch.Tensor, op: Any, should_quantize: bool) -> Reduction:
         """Start a reduction. An error is reported, and the work is then done at once."""
-        if self.txn.failure is not None:
+        if self.txn.failure is not None or self.txn.is_rehearsal:
             return Reduction(self, _DummyWork(tensor), tensor)
         if self.txn.index is None:
             tensor.zero_()

@@ -18,6 +18,9 @@ try:
 except ImportError:  # torch < 2.12 uses str
     GroupName = str  # type: ignore[misc, assignment]
 
+OWN_TENSORS = {"sharded_param", "_sharded_param_data"}
+"""Attributes of an FSDP2 parameter that share the memory of the parameter itself."""
+
 
 def fsdp_state(module: FSDPModule) -> Any:
     """Return the object in which FSDP2 keeps the settings and the progress of a module."""

@@ -26,8 +26,7 @@ from fft.train.guard.progress_reporter import ProgressReporter
 
 logger = logging.getLogger(__name__)
 
-_OWN_STEPS = ProgressConfig().samples
-"""Commits after which the monitor judges this rank by its own steps."""
+_LIMITS = ProgressConfig()
 
 
 class Watchers:
@@ -39,6 +38,8 @@ class Watchers:
         self.interrupter: Interrupter | None = None
         self.monitor: MonitorClient | None = None
         self.speed: ProgressReporter | None = None
+        self.joins = 0.0
+        """Least limit of the first steps of a process that joins a running job, else 0."""
         self._others: ResubscribingListener | None = None
         """Listener to the speeds of the other ranks, until this rank has some of its own."""
         self._commits = 0
@@ -77,6 +78,15 @@ class Watchers:
         """Context of waits for reductions, which do not count as this rank's compute time."""
         return nullcontext() if self.speed is None else self.speed.waiting
 
+    def join(self, is_warm: bool) -> None:
+        """Record that this process joins a running job, whose ranks wait for its first steps.
+
+        Args:
+            is_warm: No step of this process can take longer than theirs, or the wait must be short
+                although it can.
+        """
+        self.joins = self.joins or (_LIMITS.min_s if is_warm else _LIMITS.first_s)
+
     def txn_begun(self, step: int) -> None:
         """Record the start of a txn that attempts ``step``."""
         if self.speed is not None:
@@ -85,17 +95,25 @@ class Watchers:
             self.monitor.pulse.begin(step)
             self.monitor.compilations.attach()
 
+    def step_begun(self) -> None:
+        """Record that the other ranks wait for this one from now on, until `body_done`."""
+        if self.monitor is not None:
+            self.monitor.pulse.join(self.joins)
+
     def body_done(self) -> None:
         """Record the end of the step function, before the vote."""
         if self.speed is not None:
             self.speed.end()
+        if self.monitor is not None:
+            self.monitor.pulse.join(0.0)
 
     def committed(self, step: int, ranks: int) -> None:
         """Record that the txn was committed, by ``ranks`` ranks in all."""
         if self.speed is not None:
             self.speed.committed(step, ranks)
         self._commits += 1
-        if self._commits >= _OWN_STEPS:
+        if self._commits >= _LIMITS.samples:  # the monitor judges this rank by its own steps
+            self.joins = 0.0
             self._stop_listening()
 
     def txn_ended(self, committed: bool) -> None:

@@ -412,7 +412,8 @@ class AbortableGroup:
         """
         with self._lock:
             devices, self._devices = self._devices, []
-        return devices or [sockets.listener_of(create) for create in device_makers(self.address)]
+        with sockets.thread_name(_LOOP_THREAD):  # gloo of torch 2.11 sets no name
+            return devices or [sockets.listener_of(make) for make in device_makers(self.address)]
 
     def _give_up(self, generation: Generation, limit: timedelta) -> TimeoutError:
         store = generation.store

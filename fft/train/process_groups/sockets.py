@@ -8,13 +8,14 @@ they can have. Only matching sockets are shut down; a listening socket never mat
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
 import os
 import socket
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 _FD_DIR = "/proc/self/fd"
 _TASK_DIR = "/proc/self/task"
+_PR_SET_NAME, _PR_GET_NAME = 15, 16
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _UNTOUCHED = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
 """Socket type with which Python does not change the descriptor's flags.
@@ -50,45 +52,24 @@ def _plain(address: object) -> Address | None:
     return host, int(address[1])
 
 
-def _links() -> dict[int, str]:
-    """Return every socket descriptor of this process with its ``socket:[inode]`` link."""
-    found: dict[int, str] = {}
-    for name in os.listdir(_FD_DIR):
-        try:
-            link = os.readlink(f"{_FD_DIR}/{name}")
-        except OSError:  # closed since the listing
-            continue
-        if link.startswith("socket:"):
-            found[int(name)] = link
-    return found
+def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
+    """Yield each TCP socket of this process as a duplicate, with its ``socket:[inode]`` link.
 
-
-@contextmanager
-def _borrowed(fd: int, link: str) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of socket `fd`, or None if `fd` is no longer the socket `link`.
-
-    The duplicate stays the same socket even if the number `fd` is closed and reused meanwhile.
+    A duplicate stays the same socket even if the original number is closed and reused meanwhile.
     """
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        yield None
-        return
-    try:
-        same = os.readlink(f"{_FD_DIR}/{copy}") == link
-        sock = socket.socket(type=_UNTOUCHED, fileno=copy) if same else None
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    if sock is None:
-        os.close(copy)
-        yield None
-        return
-    try:
-        yield sock
-    finally:
-        sock.close()
+    for name in os.listdir(_FD_DIR):
+        with ExitStack() as held, suppress(OSError):  # closed since the listing
+            link = os.readlink(f"{_FD_DIR}/{name}")
+            if not link.startswith("socket:"):
+                continue
+            copy = os.dup(int(name))
+            held.callback(os.close, copy)
+            if os.readlink(f"{_FD_DIR}/{copy}") != link:
+                continue
+            sock = socket.socket(type=_UNTOUCHED, fileno=copy)
+            held.callback(sock.detach)
+            if sock.family in _FAMILIES:
+                yield link, sock
 
 
 def _listens(sock: socket.socket) -> bool:
@@ -98,13 +79,9 @@ def _listens(sock: socket.socket) -> bool:
 def _listeners() -> dict[str, Address]:
     """Return the listening TCP sockets of this process, by link."""
     found: dict[str, Address] = {}
-    for fd, link in _links().items():
-        with _borrowed(fd, link) as sock:
-            if sock is None or sock.family not in _FAMILIES or not _listens(sock):
-                continue
-            address = _plain(sock.getsockname())
-            if address is not None:
-                found[link] = address
+    for link, sock in _tcp_sockets():
+        if _listens(sock) and (address := _plain(sock.getsockname())) is not None:
+            found[link] = address
     return found
 
 
@@ -151,12 +128,11 @@ def shut_down(own: frozenset[Address], peers: frozenset[Address], writing: bool)
         return {}
     how = socket.SHUT_RDWR if writing else socket.SHUT_RD
     found: dict[str, int] = {}
-    for fd, link in _links().items():
-        with _borrowed(fd, link) as sock:
-            if sock is not None and sock.family in _FAMILIES and _matches(sock, own, peers):
-                found[link] = _unread(sock)
-                with suppress(OSError):  # the peer has closed it already
-                    sock.shutdown(how)
+    for link, sock in _tcp_sockets():
+        if _matches(sock, own, peers):
+            found[link] = _unread(sock)
+            with suppress(OSError):  # the peer has closed it already
+                sock.shutdown(how)
     return found
 
 
@@ -164,10 +140,8 @@ def keep_connections_alive(
     own: frozenset[Address] = frozenset(), peers: frozenset[Address] = frozenset(), port: int = 0
 ) -> None:
     """Have the kernel end connections (those of `shut_down`, or to a ``port``) on a broken link."""
-    for fd, link in _links().items():
-        with _borrowed(fd, link) as sock, suppress(OSError):  # not connected
-            if sock is None or sock.family not in _FAMILIES:
-                continue
+    for _, sock in _tcp_sockets():
+        with suppress(OSError):  # not connected
             if _matches(sock, own, peers) or sock.getpeername()[1] == port:
                 keep_alive(sock)
 
@@ -198,6 +172,18 @@ def lose_connections(url: str) -> int:
     found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     peers = frozenset(plain for *_, address in found if (plain := _plain(address)) is not None)
     return len(shut_down(frozenset(), peers, writing=True))
+
+
+@contextmanager
+def thread_name(name: str) -> Iterator[None]:
+    """Give this thread the kernel's name `name`, which the threads that it starts inherit."""
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(16)
+    libc.prctl(_PR_GET_NAME, before)
+    libc.prctl(_PR_SET_NAME, name.encode())
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_NAME, before)
 
 
 def _threads(name: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -82,7 +82,7 @@ class ManagerConfig(BaseModel):
     ``auto``: only where step functions do not compute on that state, as with ``fft.LocalSGD`` and
     ``fft.DiLoCo``. ``always``: step functions change gradients at most, by nothing but gradients,
     and no part of the state (with ``digest="commit"`` the group waits all the same). ``never``: the
-    group waits for the state first.
+    group waits for the state first, and rehearses no step before it joins.
     """
     max_body_failures: int | None = None
     """Number of consecutive failures of this rank's step function at one step after which the error

@@ -2,20 +2,22 @@
 
 A joining group runs the script from its beginning, so it has not made the changes that the others
 made after some step: layers that were thawed, modules in evaluation mode, settings of FSDP2. These
-are sent with the state. Hooks cannot be sent; their names are, so that a difference is found.
+are sent with the state. Hooks, and other settings that are no plain values, cannot be sent; their
+names are, so that a difference is found.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from fft.errors import StateMismatch
-from fft.train.state.sharded import lay_out, load_settings_of, settings_of
+from fft.train.state.sharded import lay_out, load_settings_of, settings_of, unsent_settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,11 @@ class Flags:
         }
 
     def changed_hooks(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Return the names of the hooks where they differ from those at the first call."""
+        """Return the names of the hooks where they differ from those at the first call.
+
+        Settings of FSDP2 that cannot be sent have places of their own.
+        """
+        lay_out(self._models)
         now = dict(_hooks_of({**self.modules(), **parameters}))
         if self._first_hooks is None:
             self._first_hooks = now
@@ -103,10 +109,10 @@ class Flags:
                 for where, hooks in names.items()
             )
             raise StateMismatch(
-                f"the hooks of {place} were changed after the job had begun, which a state cannot "
-                f"hold ({found}): register hooks before transactions(), and let them decide by "
-                "registered state what they do, or register them in the load_state_dict() of an "
-                "object in extra="
+                f"the hooks or settings of {place} were changed after the job had begun, which a "
+                f"state cannot hold ({found}): set them before transactions(), and let hooks "
+                "decide by registered state what they do, or set them in the load_state_dict() of "
+                "an object in extra="
             )
 
     def modules(self) -> dict[str, nn.Module]:
@@ -121,6 +127,21 @@ def _hooks_of(places: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
         hooks = [h for kind in _HOOKS for h in (getattr(thing, kind, None) or {}).values()]
         if names := [name for name in map(_name_of, hooks) if not name.startswith(_OWN)]:
             yield place, names
+        if isinstance(thing, nn.Module):
+            for name, value in unsent_settings_of(thing).items():
+                if texts := [text for each in value if (text := _text_of(each))]:
+                    yield f"{place} ({name})", texts
+
+
+def _text_of(value: Any) -> str | None:
+    """Return what the error shows of a setting that cannot be sent; None for torch's objects."""
+    if isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if type(value) is torch.Tensor:
+        return "a tensor"
+    if value is None or (text := _name_of(value)).startswith(_OWN):
+        return None
+    return f"{text}.{value.name}" if isinstance(value, Enum) else text
 
 
 def _name_of(hook: Any) -> str:

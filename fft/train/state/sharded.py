@@ -2,11 +2,14 @@
 
 A rollback also restores their settings. FSDP2 keeps them in objects of its own, one next to the
 other with the progress of an iteration, and each release adds some. So everything in these objects
-is captured while they are idle, except data (tensors, events, streams).
+is captured while they are idle, except the parameters themselves. Containers are restored with
+their contents; a tensor or an object that is no container is restored by reference.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -18,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fft.train.guard.torch_adapter import (
+    OWN_TENSORS,
     drop_gathered_gradients,
     fsdp_groups,
     fsdp_state,
@@ -25,8 +29,7 @@ from fft.train.guard.torch_adapter import (
 )
 
 _PLAIN = (bool, int, float, str, type(None))
-_CONTAINERS = frozenset((list, set, dict))
-_DATA = (torch.Tensor, torch.Event, torch.Stream)
+_CONTAINERS = (list, set, dict, deque)
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 """The package whose objects hold the settings."""
 
@@ -79,7 +82,7 @@ def reshard(models: Sequence[nn.Module]) -> None:
 
 
 class FsdpSettings:
-    """Everything in the objects of FSDP2 except data, of some models, which are idle now."""
+    """Everything in the objects of FSDP2 except parameters, of some models, which are idle now."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -96,10 +99,21 @@ class FsdpSettings:
         return [partial(_restore, thing, *_copied(thing)) for thing in self._objects]
 
 
-def _copied(thing: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return the attributes, and pairs of a container among these and its content."""
+def _copied(thing: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """Return the attributes, and pairs of a container among or in these and its content."""
     before = vars(thing).copy()
-    return before, [(v, v.copy()) for v in before.values() if type(v) in _CONTAINERS]
+    for name in OWN_TENSORS:
+        before.pop(name, None)
+    return before, [*_contents(before.values())]
+
+
+def _contents(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for value in values:
+        if isinstance(value, _CONTAINERS):
+            yield value, value.copy()
+            yield from _contents(value.values() if isinstance(value, dict) else value)
+        elif type(value) is tuple:
+            yield from _contents(value)
 
 
 def _objects(states: Iterable[Any]) -> Iterator[Any]:
@@ -112,59 +126,87 @@ def _objects(states: Iterable[Any]) -> Iterator[Any]:
         seen.add(id(thing))
         yield thing
         for value in () if isinstance(thing, FSDPParam) else vars(thing).values():
+            values = value.values() if isinstance(value, dict) else value
             found += [
                 each
-                for each in (value if isinstance(value, list | tuple) else [value])
-                if type(each).__module__.startswith(_FSDP2) and not isinstance(each, Enum | type)
+                for each in (values if isinstance(value, (*_CONTAINERS, tuple)) else [value])
+                if type(each).__module__.startswith(_FSDP2)
+                and not isinstance(each, Enum | type | nn.Module)
+                if hasattr(each, "__dict__")
             ]
 
 
-def _is_data(value: Any) -> bool:
-    if isinstance(value, list | tuple | set):
-        return any(map(_is_data, value))
-    if isinstance(value, dict):
-        return any(map(_is_data, value.values()))
-    return isinstance(value, _DATA)
-
-
-def _restore(thing: Any, before: dict[str, Any], contents: list[Any]) -> None:
+def _restore(thing: Any, before: dict[str, Any], contents: list[tuple[Any, Any]]) -> None:
     now = vars(thing)
-    for name in [n for n, value in now.items() if not _is_data(value)]:
+    for name in now.keys() - before.keys() - OWN_TENSORS:
         del now[name]
-    now.update({n: v for n, v in before.items() if n not in now and not _is_data(v)})
+    now.update(before)
     for container, content in contents:
-        if _is_data(content):
-            continue
         container.clear()
-        getattr(container, "extend" if isinstance(container, list) else "update")(content)
+        getattr(container, "extend" if isinstance(container, list | deque) else "update")(content)
 
 
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the plain values in the objects of an FSDP2 module; empty for other modules.
 
-    Hooks, meshes and communication objects are not plain. The numbers of single parameters depend
-    on the rank, so only their switches are returned.
+    The numbers of single parameters depend on the rank, so only their switches are returned.
+    `unsent_settings_of` yields all other values.
     """
-    if not isinstance(module, FSDPModule):
-        return []
     things = _things(module)
-    return [{n: v for n, v in vars(t).items() if isinstance(v, kinds)} for t, kinds in things]
+    return [{n: v for n, v in vars(t).items() if _is_plain(v, kinds)} for t, kinds in things]
+
+
+def unsent_settings_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the values in the objects of an FSDP2 module that `settings_of` omits, by attribute.
+
+    Tensors of single parameters are omitted, because they hold the parameters.
+    """
+    found: dict[str, list[Any]] = {}
+    for thing, kinds in _things(module):
+        for name, value in vars(thing).items():
+            if _is_plain(value, kinds):
+                continue
+            for each in _leaves(value):
+                if not (isinstance(thing, FSDPParam) and isinstance(each, torch.Tensor)):
+                    found.setdefault(f"{type(thing).__name__}.{name}", []).append(each)
+    return found
 
 
 def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the result of `settings_of`, where the values here are plain, too.
+    """Load the result of `settings_of`, where the values here are plain or absent, too.
 
     A list that FFT 0.1 has saved is shorter, and has fewer values.
     """
-    if not isinstance(module, FSDPModule):
-        return
     for (thing, kinds), values in zip(_things(module), settings or (), strict=False):
         mine = vars(thing)
-        mine.update({n: v for n, v in values.items() if isinstance(mine.get(n, thing), kinds)})
+        fitting = {n: v for n, v in values.items() if n not in mine or _is_plain(mine[n], kinds)}
+        mine.update(copy.deepcopy(fitting))
 
 
-def _things(module: FSDPModule) -> list[tuple[Any, tuple[type, ...]]]:
+def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
+    if kinds is _PLAIN and type(value) in (list, tuple):
+        return all(_is_plain(each, kinds) for each in value)
+    if kinds is _PLAIN and type(value) is dict:
+        return all(isinstance(k, str) and _is_plain(v, kinds) for k, v in value.items())
+    return isinstance(value, kinds)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what a value holds in its containers, or the value itself.
+
+    Progress of FSDP2 is in named tuples, which are not entered.
+    """
+    if isinstance(value, _CONTAINERS) or type(value) in (tuple, torch.Size):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _things(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
     """Return the objects with the settings of an FSDP2 module, and the types of these."""
+    if not isinstance(module, FSDPModule):
+        return []
     state = fsdp_state(module)
     groups = fsdp_groups(state)
     return [

@@ -133,6 +133,7 @@ def restore_buffers(modules: Iterable[nn.Module], saved: list[Buffer]) -> None:
     for module, names in kept.items():
         for name in [n for n in module._buffers if n not in names]:
             del module._buffers[name]
+            module._non_persistent_buffers_set.discard(name)
     with torch.no_grad():
         for entry in saved:
             entry.module._buffers[entry.name] = entry.tensor

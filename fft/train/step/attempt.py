@@ -281,6 +281,7 @@ class Attempt:
         self._results.begin(plan)
         if has_step:
             self.presence.begin(plan)
+            self._watchers.step_begun()
         # not earlier: user code may freeze or unfreeze parameters depending on `txn.step`
         self._reducers.begin()
         self.allow_interrupts()
@@ -294,6 +295,7 @@ class Attempt:
             self._state.registered_state.capture()
         self._reducers.begin()
         self.presence.begin(plan)
+        self._watchers.step_begun()
 
     @guarded
     def allow_interrupts(self) -> None:

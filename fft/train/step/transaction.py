@@ -81,8 +81,11 @@ class TransactionLoop:
         commits: CommitExecutor,
         attempt: Attempt,
         worker: Worker,
+        watch: Callable[[], None],
     ) -> None:
         self.job, self.features = rank.job, rank.features
+        self.watch = watch
+        """Starts the supervision of the main thread."""
         self.commits, self.attempt, self.worker = commits, attempt, worker
         self.paradigm, self.results = rank.state.paradigm, rank.results
         self.is_over = False
@@ -148,11 +151,12 @@ class TransactionLoop:
             DataError: Batches of the loader do not make up such a step.
         """
         slices, global_batch = 0, data.global_batch
-        self.features.use(
-            *[Feature.SHARDED] * (data.sharded is not None),
-            *[Feature.SHARDED_BY_RANK] * (data.sharded == "rank"),
-            *[Feature.GLOBAL_BATCH] * (global_batch is not None),
-        )
+        in_use = {
+            Feature.SHARDED: data.sharded is not None,
+            Feature.SHARDED_BY_RANK: data.sharded == "rank",
+            Feature.GLOBAL_BATCH: global_batch is not None,
+        }
+        self.features.use(*(feature for feature, is_used in in_use.items() if is_used))
         if global_batch is not None:
             if not self._reducers:
                 raise FftError(
@@ -204,6 +208,8 @@ class TransactionLoop:
         while (plan := self.begin()) is not None:
             if self.is_past(plan, max_steps):
                 return self.job.has_ended(LeaveReason.LAST_STEP)
+            if source.in_any_order:  # the rehearsal has loaded an item
+                self._watchers.step_begun()
             try:
                 drawn = inputs.draw(plan)
             except Superseded:
@@ -243,6 +249,8 @@ class TransactionLoop:
     def stop(self) -> None:
         """See ``ManagerFFT.stop``."""
         self.features.use(Feature.STOP)
+        if self._open.is_rehearsal:  # the job's steps decide when it ends
+            return
         self._stop_with_next()
         if self._txn is not None and self._open.plan is not None:
             self._drop_step(self._txn)

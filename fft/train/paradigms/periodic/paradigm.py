@@ -15,11 +15,12 @@ from fft.train.data.sharded import ShardedSource
 from fft.train.data.source import DataSource, LeasedInputs
 from fft.train.limits import Feature
 from fft.train.paradigms.lockstep import Lockstep
-from fft.train.paradigms.periodic.loop import InnerSteps, InnerTransaction, PeriodicLoop
+from fft.train.paradigms.periodic.loop import InnerSteps, PeriodicLoop
 from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.session.paradigm import Committed, SharedState
 from fft.train.session.rank_context import RankContext
 from fft.train.state.step_state import TornState
+from fft.train.step.rehearsal import rehearsed
 from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
@@ -123,11 +124,12 @@ class Periodic(Lockstep):
 
     def steps(
         self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
-    ) -> Iterator[InnerTransaction]:
+    ) -> Iterator[Transaction]:
         assert self.synchronizer is not None, "looked at before"
         assert not isinstance(source, ShardedSource), "refused before"
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.items_per_step, self.batches.number)
+        yield from rehearsed(self._rank, loop, source)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
         self._rank.state.reshard_models()
 
