@@ -165,8 +165,8 @@ class Interrupts:
         """File that standard output and error are redirected to when the terminal is lost."""
         self._tell: Callable[[], None] | None = None
         self._drains = False
-        self._first: tuple[int, float] | None = None
-        """The first signal of `_KILLS` and its time on the monotonic clock."""
+        self._taken: list[tuple[int, float]] = []
+        """The signals of `_KILLS` and their times on the monotonic clock."""
         self._kills = False
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -199,10 +199,10 @@ class Interrupts:
         if number not in _KILLS:
             return False
         now = time.monotonic()
-        if self._first is None:
-            self._first = number, now
+        self._taken.append((number, now))  # a signal may be taken within the handler of another
+        first, at = self._taken[0]
+        if len(self._taken) == 1:
             return False
-        first, at = self._first
         return first != signal.SIGTERM or number != signal.SIGTERM or now > at + _SAME_S
 
     def _leave_terminal(self) -> None:

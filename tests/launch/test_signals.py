@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def test_first_signal_drains_and_second_that_may_kill_kills(
     numbers: list[signal.Signals], gap_s: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert supervisor_calls(numbers, monkeypatch, gap_s) == times
+
+
+def test_signal_within_the_handler_of_another_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts, calls = Interrupts(), list[None]()
+    interrupts.go_to(lambda: calls.append(None))
+    times = iter([lambda: interrupts.take(signal.SIGTERM, None)])
+
+    def monotonic() -> float:
+        next(times, lambda: None)()
+        return 0.0
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    interrupts.take(signal.SIGINT, None)
+    assert len(calls) == 2
 
 
 def test_signals_before_the_supervisor_are_passed_on_once() -> None:
