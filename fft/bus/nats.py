@@ -690,7 +690,7 @@ class NatsBus(ErrorBus):
     async def _settle(self) -> str:
         """The generation of the bus; a fresh one, with its streams, if there is none."""
         await self._link.connect()
-        found = await self._find()
+        found = await self._link.repeat(self._find)
         if found is None:
             self.generation = secrets.token_hex(8)
             try:
@@ -698,16 +698,25 @@ class NatsBus(ErrorBus):
             except ApiError as error:
                 if error.code != NAME_TAKEN:  # another client has created it first
                     raise
-        self.generation = found or await self._find() or self.generation
+            found = await self._link.repeat(self._find_made)
+        self.generation = found
         await asyncio.gather(
             self._create(self._tally, self._tally_config()),
             self._create(self._ring("protocol"), self._ring_config("protocol")),
         )
         return self.generation
 
-    async def _find(self) -> str | None:
+    async def _find_made(self, limit: float) -> str:
+        """Find the state stream that was created; a cluster may deny for a while that it exists."""
+        found = await self._find(limit)
+        if found is None:
+            raise Again("the stream that was created is not known to all servers yet")
+        return found
+
+    async def _find(self, limit: float) -> str | None:
         try:
-            config = (await self._info(self._state))["config"]
+            request = self._link.api(f"STREAM.INFO.{self._state}", {}, limit)
+            config = (await request)["config"]
         except ApiError as error:
             if error.code == NOT_FOUND:
                 return None

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fft.bus import ErrorBus
+from fft.bus import BusUnreachable, ErrorBus
 from fft.errors import FftError
 from fft.launch.exit_status import DONE, IN_A_WORD, RELEASE_S, ExitStatus
-from fft.launch.supervisor.ending import head_of, last_epoch
+from fft.launch.supervisor.ending import Outage, head_of, last_epoch
 from fft.launch.verdict import WHOLE, GroupEnd, Statuses, first, in_words
 from fft.messages.commands import Holder, decode_holder, holder_register
 from fft.messages.exits import Exit, decode_exit, exit_register
@@ -21,6 +21,9 @@ from fft.messages.protocol import UnreadableMessage
 
 _LOOK_S = 1.0
 """Interval between two reads of the registers, in seconds; nothing announces a release."""
+_OUTAGE_S = 30.0
+"""Maximum time without an answer of the bus, in seconds. A server that was only silent has kept its
+contents, and the servers of a cluster elect a leader after the loss of another."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,20 @@ def until_ended(bus: ErrorBus, groups: int, is_over: Callable[[], bool] = lambda
         is_over: Whether the caller knows that all supervisors have ended.
 
     Raises:
-        FftError: See `Outcome.read`.
+        FftError: See `Outcome.read`. A bus may be silent for 30 s.
     """
     over_since: float | None = None
+    outage = Outage()
     while True:
-        is_known, found, now = is_over(), Outcome.read(bus, groups), time.monotonic()
+        is_known = is_over()
+        try:
+            found, now = Outcome.read(bus, groups), time.monotonic()
+        except BusUnreachable:
+            if outage.exceeds(_OUTAGE_S):
+                raise
+            time.sleep(_LOOK_S)
+            continue
+        outage.answered()
         over_since = (over_since or now) if found.is_over else None
         if is_known or found.has_ended or (over_since is not None and now > over_since + RELEASE_S):
             return found

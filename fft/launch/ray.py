@@ -13,15 +13,14 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fft.bus import BusUnreachable, ErrorBus, open_job_bus
+from fft.bus import open_job_bus
 from fft.bus.token import JobToken
 from fft.checkpoints.files import Checkpoints
 from fft.checkpoints.plan import EVERY
@@ -30,7 +29,6 @@ from fft.errors import BusError, FftError
 from fft.launch.outcome import Outcome, until_ended
 from fft.launch.placement import Part, Placement
 from fft.launch.services import SERVERS, bus_notice, nats_is_installed
-from fft.launch.supervisor.ending import Outage
 from fft.operate.client import JobClient
 from fft.operate.drain import drain
 from fft.protocol.timeouts import bus_operation
@@ -49,11 +47,6 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _PROGRAM = (sys.executable, "-m", "fft.cli")
-_OUTAGE_S = 30.0
-"""Maximum time without an answer of the bus, in seconds. A server that was only silent has kept its
-contents."""
-_AGAIN_S = 0.5
-"""Pause before the bus is asked again, in seconds."""
 _END_S = 5.0
 """Time limit for the actors of an ended job to return, in seconds. Those of lost nodes never do."""
 
@@ -220,7 +213,7 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
 
         with closing(open_job_bus(url, token, bus_operation(url))) as bus:
             try:
-                return _until_ended(bus, job.placement.groups, all_have_returned)
+                return until_ended(bus, job.placement.groups, all_have_returned)
             except KeyboardInterrupt:
                 with suppress(BusError), JobClient(url, token=token) as client:
                     drain(client, sorted(client.job().groups), job.drain_timeout)
@@ -235,18 +228,6 @@ def _supervised(job: _Job, url: str, token: JobToken, resources: Mapping[str, fl
             ray.wait(running, num_returns=len(running), timeout=_END_S)
         finally:
             remove_placement_group(space)
-
-
-def _until_ended(bus: ErrorBus, groups: int, all_have_returned: Callable[[], bool]) -> Outcome:
-    """Return the outcome of the job. Raises BusError if the bus is lost, or silent for too long."""
-    outage = Outage()
-    while True:
-        try:
-            return until_ended(bus, groups, all_have_returned)
-        except BusUnreachable:
-            if outage.exceeds(_OUTAGE_S):
-                raise
-            time.sleep(_AGAIN_S)
 
 
 def _placed(space: Any, number: int, resources: Mapping[str, float]) -> Any:

@@ -87,15 +87,21 @@ end_servers() {
 trap end_servers EXIT
 of_bus='trap "" TERM USR1
 follow() {  # when the node of the batch shell is lost
-  until sinfo --noheader --nodes="$1" --format=%T | grep -q down; do sleep 5; done
-  local run=${FFT_TOKEN_FILE%/*} fft=("${@:2:@WORDS@}") end status
-  export FFT_BUS=$(grep -o "nats://[^ ]*" "$run/bus-1.out" | tail -n 1)
-  end=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s) || end=99999999999
+  local run=${FFT_TOKEN_FILE%/*} fft=("${@:2:@WORDS@}") end left status silent=0
+  until read -r left end < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%N %e") &&
+    [ -n "$end" ] && ! scontrol show hostnames "$left" | grep -qxF "$1"; do sleep 5; done
+  export FFT_BUS=$(grep -o "nats://[^ ]*" "$run/bus-1.0.out" | tail -n 1)
+  end=$(date -d "$end" +%s) || end=99999999999
   while :; do
-    timeout "$((end - @LIMIT_S@ - $(date +%s)))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
+    left=$((end - @LIMIT_S@ - $(date +%s)))
+    timeout "$((left > 1 ? left : 1))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
     status=$?
-    [ "$status" = 75 ] && [ -s "$run/array" ] || break
-    sleep 5  # all tasks of the array were drained, and come back to this bus
+    case $status in
+      2) [ "$((silent += 1))" -lt 6 ] || break ;;  # the bus is silent, or lost
+      75) [ -s "$run/array" ] || break ;;  # all tasks of the array were drained, and come back
+      *) break ;;
+    esac
+    sleep 5
   done
   case $status in
     0 | 1 | 3)
@@ -113,7 +119,7 @@ exec "${@:3}"'
 if [ "${#hosts[@]}" = 3 ]; then
   for number in 1 2; do
     srun --nodes=1 --ntasks=1 --nodelist="${nodes[$number]}" --no-kill --input=none --overlap \\
-      --mem=0 --job-name=bus --open-mode=append --output="$run/bus-$number.out" \\
+      --mem=0 --job-name=bus --open-mode=append --output="$run/bus-$number.%t.out" \\
       bash -c "$of_bus" bus "$number" "${nodes[0]}" "${server[@]}" --host "${hosts[$number]}" &
   done
 fi

@@ -23,7 +23,7 @@ from waiting import wait_until
 from fft.bus import BusClosed, BusForgot, BusOverrun, BusUnreachable, open_bus, open_job_bus
 from fft.bus.base import RING_MESSAGES
 from fft.bus.nats import _HISTORY, _SHORT_VOTE, NatsBus
-from fft.bus.natslink import WrongSequence, parse_url
+from fft.bus.natslink import NOT_FOUND, ApiError, NatsLink, WrongSequence, parse_url
 from fft.bus.token import JobToken
 from fft.errors import BusError
 
@@ -308,6 +308,23 @@ def test_a_replica_that_lags_behind_is_asked_again(nats_url: str) -> None:
         assert bus.ballot("s", "t", b"a", 2) is None
         stale.append([])
         assert other.ballot("s", "t", b"b", 2) == [b"a", b"b"]
+
+
+def test_clients_that_create_the_bus_at_once_agree_on_its_generation(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may say that it has no such stream for a while after another client's creation."""
+    with NatsBus(nats_url) as first:
+        api, missing = NatsLink.api, [1, 2, 3]
+
+        async def late(link: NatsLink, name: str, request: dict[str, Any], limit: float) -> Any:
+            if name.startswith("STREAM.INFO") and missing:
+                raise ApiError(nats_url, NOT_FOUND, f"stream not found {missing.pop()}")
+            return await api(link, name, request, limit)
+
+        monkeypatch.setattr(NatsLink, "api", late)
+        with NatsBus(nats_url) as second:
+            assert second.generation == first.generation and not missing
 
 
 def test_overrun_listener_is_notified(nats_url: str) -> None:

@@ -22,7 +22,7 @@ from supervisor_stage import Job, Stage
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from fft.bus import open_bus
+from fft.bus import BusUnreachable, open_bus
 from fft.cli import app
 from fft.errors import ConfigError
 from fft.launch import bad_hosts
@@ -161,6 +161,7 @@ def test_batch_script_remembers_its_terminating_signal(signals: str, stop: str) 
         (75, 999, "", ["scontrol requeue 7"]),
         (2, 999, "", ["scontrol requeue 7"]),
         (None, 91, "", ["drain", "scontrol requeue 7"]),  # the drain takes 60 s, and the rest 30 s
+        (None, -99, "", ["drain", "scontrol requeue 7"]),
         (3, 999, "8", ["scancel --quiet --state=PENDING 8", "scancel 7"]),
     ],
 )
@@ -168,12 +169,14 @@ def test_second_node_ends_a_job_without_its_batch_shell(
     tmp_path: Path, status: int | None, left_s: int, array: str, commands: list[str]
 ) -> None:
     """``status``: the outcome of the job, or None while it runs. ``left_s``: to its time limit."""
-    answer = "exec sleep 60" if status is None else f"exit {status}"
+    answer = "exec /bin/sleep 60" if status is None else f"exit {status}"
+    whole = "[ -e asked ] || { touch asked; exit 1; }\n"  # SLURM does not answer at first
+    whole += "[ -e known ] || { touch known; echo 'node1,node2 2020-01-01'; exit; }\n"
     fakes = {
-        "sinfo": "echo 'down*'",
-        "squeue": f"date -d '{left_s} seconds' +%Y-%m-%dT%H:%M:%S",
+        "sleep": "exec /bin/sleep 0.1",
+        "squeue": f"{whole}echo node2 $(date -d '{left_s} seconds' +%Y-%m-%dT%H:%M:%S)",
         "scancel": 'echo "scancel $*"',
-        "scontrol": 'echo "scontrol $*"',
+        "scontrol": 'case "$*" in show*) tr , "\\n" <<< "$3" ;; *) echo "scontrol $*" ;; esac',
         "fft": f"""case "$*" in
             *drain*) echo drain; touch drained ;;
             *outcome*) [ -e drained ] || {answer} ;;
@@ -182,7 +185,7 @@ def test_second_node_ends_a_job_without_its_batch_shell(
     for name, text in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "bus-1.out").write_text("FFT_BUS=nats://job-token@a:1,b:1,c:1/j x\n")
+    (tmp_path / "bus-1.0.out").write_text("FFT_BUS=nats://job-token@a:1,b:1,c:1/j x\n")
     if array:
         (tmp_path / "array").write_text(array)
     found = re.search(r"^of_bus='.*?'$", scripts()[0], re.M | re.S)
@@ -380,6 +383,23 @@ def test_outcome_knows_how_each_supervisor_has_ended() -> None:
         found = until_ended(bus, 2)
     assert found.status == ExitStatus.FEWER_GROUPS
     assert "(group 0: complete, group 1: drained before its end)" in str(found)
+
+
+def test_wait_for_the_outcome_survives_a_bus_that_is_silent_for_some_time() -> None:
+    """As NATS is, until its servers have elected a leader after the loss of another."""
+    with open_bus(f"memory://slurm-{uuid.uuid4().hex}") as bus:
+        with closing(Claims(bus, lambda: None)) as claims:
+            claims.take(["0"], take_over=False)
+            claims.status = 0
+        read, silent = bus.read, [1, 2]
+
+        def answer(register: str) -> bytes | None:
+            if silent:
+                raise BusUnreachable(bus.url, f"no answer {silent.pop()}")
+            return read(register)
+
+        bus.read = answer  # type: ignore[method-assign]
+        assert until_ended(bus, 1).status == ExitStatus.COMPLETE and not silent
 
 
 def test_outcome_command_distinguishes_running_and_ended_jobs() -> None:
