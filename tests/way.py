@@ -21,6 +21,8 @@ class Way:
         self._open.set()
         self._ends: list[socket.socket] = []
         self._forgotten: set[socket.socket] = set()
+        self.arrived = 0
+        """Bytes that have come from either side."""
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -38,6 +40,7 @@ class Way:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while said := source.recv(65536):
+                self.arrived += len(said)
                 self._open.wait()
                 if source in self._forgotten:
                     continue

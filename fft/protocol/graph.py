@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fft.errors import FftError
-from fft.protocol.spec import FsmSpec, MachineSpec, Part, SubState
+from fft.protocol.spec import FsmSpec, MachineSpec, Part, StateSpec, SubState
 from fft.util.names import unknown
 
 
@@ -46,15 +46,23 @@ def in_mermaid(name: str) -> str:
     return "any" if name == "*" else name.replace(".", "_")
 
 
+def _titles(name: str, state: StateSpec) -> list[str]:
+    """Return the names of a state: its own, and those of its phases with their guards."""
+    return [name, *(_label(phase, known.guard) for phase, known in state.phases.items())]
+
+
 def to_mermaid(spec: MachineSpec) -> str:
     """Return a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {in_mermaid(spec.initial)}"]
     for name, state in spec.states.items():
+        titles = "<br/>".join(_titles(name, state))
         if state.states:
             inner = [
                 f'        state "{sub}" as {in_mermaid(f"{name}.{sub}")}' for sub in state.states
             ]
-            lines += [f"    state {name} {{", *inner, "    }"]
+            lines += [f'    state "{titles}" as {name} {{', *inner, "    }"]
+        elif state.phases:
+            lines.append(f'    state "{titles}" as {name}')
     for (source, target), labels in _merged(spec).items():
         ends = f"{in_mermaid(source)} --> {in_mermaid(target)}"
         lines.append(f"    {ends}: {'<br/>'.join(labels)}")
@@ -68,7 +76,8 @@ def to_dot(spec: MachineSpec) -> str:
     lines = [f'digraph "{spec.name}" {{', "  rankdir=TB; node [shape=box, style=rounded];"]
     for name, state in spec.states.items():
         shape = ", peripheries=2" if state.terminal else ""
-        lines.append(f'  "{name}" [label="{name}"{shape}];')
+        titles = "\\n".join(_titles(name, state))
+        lines.append(f'  "{name}" [label="{titles}"{shape}];')
         lines += [f'  "{name}.{sub}" [label="{name}\\n{sub}"];' for sub in state.states]
     lines.append('  "*" [label="any state", style=dashed];')
     for (source, target), labels in _merged(spec).items():
@@ -85,12 +94,14 @@ def reactions(spec: MachineSpec, name: str) -> Iterator[str]:
     Raises:
         FftError: There is no such state.
     """
-    if name not in spec.leaves:
-        raise FftError(unknown("state", name, spec.leaves))
-    leaf = spec.leaves[name]
-    yield f"{name} ({leaf.state.role})"
-    if leaf.state.timers:
-        yield f"  timers: {', '.join(leaf.state.timers)}"
+    if name not in spec.names:
+        raise FftError(unknown("state", name, spec.names))
+    leaf = spec.names[name]
+    yield f"{leaf.name} ({leaf.state.role})"
+    for title, phase in leaf.state.phases.items():
+        yield f"  {_label(leaf.called(title), phase.guard)} ({phase.role})"
+    if leaf.timers:
+        yield f"  timers: {', '.join(leaf.timers)}"
     for event, rows in [*leaf.on.items(), ("after every event", leaf.exit)]:
         if rows:
             yield f"  {event}"

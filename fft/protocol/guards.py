@@ -129,8 +129,8 @@ def epoch_ends(s: Local, c: Config, event: Event) -> bool:
 
 @guard
 def i_leave(s: Local, c: Config, event: Event) -> bool:
-    """This group leaves with the commit."""
-    record = record_of(event)
+    """This group leaves with the commit, which is that of the event or the newest one."""
+    record = record_of(event) or s.head
     return record is not None and c.me.group in record.leavers
 
 
@@ -526,6 +526,12 @@ def paused(s: Local, c: Config, event: Event) -> bool:
 
 
 @guard
+def unwound(s: Local, c: Config, event: Event) -> bool:
+    """The main thread has returned from the last rollback, or there was none."""
+    return s.restoring is None
+
+
+@guard
 def says_torn(s: Local, c: Config, event: Event) -> bool:
     """This rank's state is lost: it was not restored completely, or a fetch may have changed it."""
     return isinstance(event, Restored | HealFailed) and event.torn
@@ -557,6 +563,12 @@ def somebody_is_ready(s: Local, c: Config, event: Event) -> bool:
     which members are alive.
     """
     return bool(in_barrier(s))
+
+
+@guard
+def i_am_ready(s: Local, c: Config, event: Event) -> bool:
+    """This participant is in the barrier of its epoch."""
+    return c.me in in_barrier(s)
 
 
 @guard

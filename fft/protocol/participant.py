@@ -43,7 +43,7 @@ from fft.messages.protocol import (
 from fft.protocol.effects import EFFECTS, Action, set_timer
 from fft.protocol.guards import GUARDS, Guard
 from fft.protocol.roles import Role
-from fft.protocol.spec import Part, Row, outermost, without_not
+from fft.protocol.spec import Leaf, Part, Row, outermost, without_not
 from fft.protocol.state import GENESIS, Config, Local, is_older_self, peers_meant
 from fft.protocol.table import EXIT_ROWS, Table, Turn
 
@@ -58,7 +58,7 @@ class Step:
     source: str
     dest: str
     roles: tuple[Role, Role]
-    """Roles of ``source`` and ``dest``."""
+    """Roles of ``source`` and ``dest``, which are names of phases where these hold."""
     event: str
     guards: dict[str, bool]
     effects: list[str]
@@ -179,6 +179,8 @@ class Participant:
             s.bus_down = False  # any message shows that the bus works
         if not self._take_row(s, out, event, name, now):
             s.timers, s.bus_down = before
+            if name in (ignored := self.table.spec.names[s.state].ignore):
+                return Outcome("ignored", ignored[name])
             return Outcome("refused", f"{s.state}: no guard of {name!r} holds")
         for _ in range(_MAX_CHAIN):
             if not self._take_row(s, out, event, EXIT_ROWS, now):
@@ -190,16 +192,29 @@ class Participant:
         turn = self.table.take(Turn(source, self._checker(s, event)), name)
         if turn.row is None:
             return False
-        roles = (s.role, self.table.spec.leaves[turn.state].state.role)
-        row = turn.row
-        step = Step(source, turn.state, roles, name, turn.guards, [], row)
+        was, row = s.role, turn.row
+        step = Step(source, turn.state, (was, was), name, turn.guards, [], row)
         out.steps.append(step)
         if row.to is not None:
-            s.state, s.role = turn.state, roles[1]
-            if "." not in row.to or outermost(source) != outermost(row.to):
-                self._enter(s, out, now)
+            left, leaf = self.table.spec.names[source], self.table.spec.leaves[row.to]
+            s.state, s.role = leaf.name, leaf.state.role
+            is_inside = "." in row.to and left.state is leaf.state
+            if not is_inside or left.name != leaf.name:
+                self._enter(s, out, leaf, leaf.state.timers if is_inside else ())
         self._run(s, out, event, step)
+        self._name_phase(s, event)
+        step.dest, step.roles = s.state, (was, s.role)
+        if outermost(source) != outermost(s.state):
+            s.since = now
         return True
+
+    def _name_phase(self, s: Local, event: Event) -> None:
+        leaf = self.table.spec.names[s.state]
+        for name, phase in leaf.state.phases.items():
+            if all(map(self._checker(s, event), phase.guard)):
+                s.state, s.role = leaf.called(name), phase.role
+                return
+        s.state, s.role = leaf.name, leaf.state.role
 
     def _checker(self, s: Local, event: Event) -> Callable[[str], bool]:
         return partial(self._holds, s, event)
@@ -209,14 +224,16 @@ class Participant:
         word, *argument = asked.split(" ", 1)
         return self.guards[word](s, self.config, event, *argument) == is_expected
 
-    def _enter(self, s: Local, out: Outcome, now: float) -> None:
-        s.since = now
-        lasting = self.table.spec.lasting
-        if gone := tuple(name for name in s.timers if name not in lasting):
-            s.timers = {name: s.timers[name] for name in s.timers if name in lasting}
+    def _enter(self, s: Local, out: Outcome, leaf: Leaf, shared: Sequence[str]) -> None:
+        """Clear the timers of the state that is left and arm those of ``leaf``; ``shared`` ones
+        continue."""
+        stay = {*self.table.spec.lasting, *shared}
+        if gone := tuple(name for name in s.timers if name not in stay):
+            s.timers = {name: s.timers[name] for name in s.timers if name in stay}
             out.effects.append(ClearTimers(gone))
-        for name in self.table.spec.leaves[s.state].state.timers:
-            out.effects.append(set_timer(s, self.config, name))
+        for name in leaf.timers:
+            if name not in shared:
+                out.effects.append(set_timer(s, self.config, name))
 
     def _run(self, s: Local, out: Outcome, event: Event, step: Step) -> None:
         asks = self._checker(s, event)

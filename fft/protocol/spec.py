@@ -77,6 +77,9 @@ class SubState(Strict):
     )
     ignore: dict[str, str] = Field(default_factory=dict, description="event: reason")
     defer: dict[str, str] = Field(default_factory=dict, description="event: reason")
+    timers: list[str] = Field(
+        default_factory=list, description="armed on entry, cleared on leaving"
+    )
 
     @property
     def named(self) -> frozenset[str]:
@@ -84,18 +87,27 @@ class SubState(Strict):
         return frozenset().union(self.on, self.ignore, self.defer)
 
 
+class Phase(Strict):
+    """Another name and role of a state while all guards hold, in traces and for all code."""
+
+    guard: Annotated[list[Name], Field(min_length=1)]
+    role: Role
+
+
 class StateSpec(SubState):
     """One state. For every event it has rows, or ignores or defers the event with a reason.
 
     A participant in a state with sub-states is in one of these. For an event, a sub-state's rows
-    are tried before those of the state; exit rows of the state are tried before those of the
-    sub-state. A change between sub-states of one state does not enter or leave the state, so its
-    timers continue.
+    are tried before those of the state, and these before those of ``common``, up to one that
+    ignores or defers the event. Exit rows of the state are tried before those of the sub-state. A
+    change between sub-states of one state does not enter or leave the state, so its
+    timers continue; those of the sub-state do not.
     """
 
     role: Role = Field(description="what the state is for; code asks for it, never for the name")
-    timers: list[str] = Field(
-        default_factory=list, description="armed on entry, cleared on leaving"
+    phases: dict[str, Phase] = Field(
+        default_factory=dict,
+        description="name: the guards and the role; the first one that holds after a row counts",
     )
     states: dict[str, SubState] = Field(
         default_factory=dict, description="sub-states; a row leads to STATE.sub"
@@ -108,7 +120,7 @@ class StateSpec(SubState):
 
 
 class Common(Strict):
-    """Rows for every state that is not terminal and does not list the event itself."""
+    """Reactions of every state that is not terminal, after its own."""
 
     on: dict[str, Rows] = Field(default_factory=dict)
     ignore: dict[str, str] = Field(default_factory=dict)
@@ -171,11 +183,16 @@ class Leaf:
     exit: list[Row]
     ignore: dict[str, str]
     defer: dict[str, str]
+    timers: list[str]
 
     @property
     def named(self) -> frozenset[str]:
         """Events that have rows or are ignored or deferred here."""
         return frozenset().union(self.on, self.ignore, self.defer)
+
+    def called(self, phase: str) -> str:
+        """Return its name in a phase: ``PHASE`` or ``PHASE.sub``."""
+        return phase + self.name.removeprefix(outermost(self.name))
 
 
 def outermost(name: str) -> str:
@@ -190,20 +207,24 @@ def _until_one_holds(rows: list[Row]) -> list[Row]:
 
 
 def _leaf(name: str, state: StateSpec, inner: SubState, common: Common) -> Leaf:
-    on = {event: list(rows) for event, rows in inner.on.items()}
-    ignore, defer = dict(inner.ignore), dict(inner.defer)
-    if inner is not state:
-        for event, rows in state.on.items():
-            if event not in ignore and event not in defer:
-                on[event] = _until_one_holds([*on.get(event, ()), *rows])
-        ignore |= {e: why for e, why in state.ignore.items() if e not in inner.named}
-        defer |= {e: why for e, why in state.defer.items() if e not in inner.named}
-    if not state.terminal:
-        named = {*on, *ignore, *defer}
-        on |= {event: list(rows) for event, rows in common.on.items() if event not in named}
-        ignore |= {event: why for event, why in common.ignore.items() if event not in named}
-    rows = state.exit if inner is state else [*state.exit, *inner.exit]
-    return Leaf(name, state, on, rows, ignore, defer)
+    outer = state if inner is not state else SubState()
+    on: dict[str, list[Row]] = {}
+    ignore: dict[str, str] = {}
+    defer: dict[str, str] = {}
+
+    def is_open(event: str) -> bool:
+        rows = on.get(event)
+        return event not in ignore and event not in defer and (not rows or bool(rows[-1].guard))
+
+    parts: list[SubState | Common] = [inner, outer, *([] if state.terminal else [common])]
+    for part in parts:
+        for event in filter(is_open, part.on):
+            on[event] = _until_one_holds([*on.get(event, ()), *part.on[event]])
+        if isinstance(part, SubState):
+            defer |= {e: why for e, why in part.defer.items() if e not in {*on, *ignore, *defer}}
+        ignore |= {event: part.ignore[event] for event in filter(is_open, part.ignore)}
+    rows, timers = [*outer.exit, *inner.exit], [*outer.timers, *inner.timers]
+    return Leaf(name, state, on, rows, ignore, defer, timers)
 
 
 class MachineSpec(Strict):
@@ -243,6 +264,12 @@ class MachineSpec(Strict):
             for sub, inner in (state.states or {"": state}).items()
         ]
         return {leaf.name: leaf for leaf in found}
+
+    @cached_property
+    def names(self) -> dict[str, Leaf]:
+        """The states that a participant can be in, by each of their names."""
+        phases = {leaf.called(p): leaf for leaf in self.leaves.values() for p in leaf.state.phases}
+        return {**self.leaves, **phases}
 
     def row_owners(self) -> Iterator[tuple[tuple[str, ...], Common | SubState]]:
         """Yield (place, owner) for each part of the file that has rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from fft.protocol.scopes import Place, Problem, scope_problems
-from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Row, SubState, without_not
+from fft.protocol.spec import FsmSpec, Leaf, MachineSpec, Part, Phase, Row, SubState, without_not
 from fft.protocol.table import EXIT_ROWS
 from fft.protocol.timeouts import ARGUMENTS, OUTSIDE_TIMES
 from fft.protocol.vocabulary import ENGINE, Vocabulary
@@ -48,26 +48,41 @@ def _names(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
         yield ("initial",), unknown("state", spec.initial, spec.leaves)
     for name in (name for name in spec.states if "." in name):
         yield ("states", name), "a dot leads to a sub-state; give the state another name"
+    for home, owner in spec.row_owners():
+        for i, timer in enumerate(getattr(owner, "timers", ())):
+            if timer not in spec.timers:
+                yield (*home, "timers", i), unknown("timer", timer, spec.timers)
     for place, event, rows in _row_lists(spec):
         if event != EXIT_ROWS and event not in events:
             yield place, unknown("event", event, events)
         for i, row in enumerate(rows):
             yield from _row_names(spec, words, (*place, i), row)
     yield from _sequences(spec, words)
-    for owner, silent in _silent_lists(spec):
+    for place, silent in _silent_lists(spec):
         for event in silent:
             if event not in events:
-                yield (*owner, event), unknown("event", event, events)
+                yield (*place, event), unknown("event", event, events)
     for name, state in spec.states.items():
         if state.role not in words.roles:
             yield ("states", name, "role"), unknown("role", state.role, words.roles)
-        for i, timer in enumerate(state.timers):
-            if timer not in spec.timers:
-                yield ("states", name, "timers", i), unknown("timer", timer, spec.timers)
+        for title, phase in state.phases.items():
+            yield from _phase(spec, words, ("states", name, "phases", title), title, phase)
     yield from _timers(spec)
     if isinstance(spec, FsmSpec):
         yield from scope_problems(spec.parameter_groups, spec.scopes, spec.flow)
         yield from _bound(spec)
+
+
+def _phase(
+    spec: MachineSpec, known: Vocabulary, place: Place, name: str, phase: Phase
+) -> Iterator[Problem]:
+    owners = [state for state in spec.states.values() if name in state.phases]
+    if name in spec.states or "." in name or len(owners) > 1:
+        yield place, f"{name} is another state, or has a dot; give the phase a name of its own"
+    if phase.role not in known.roles:
+        yield (*place, "role"), unknown("role", phase.role, known.roles)
+    for i, guard in enumerate(phase.guard):
+        yield from _name(spec, known, (*place, "guard", i), without_not(guard)[0], known.guards)
 
 
 def _bound(spec: FsmSpec) -> Iterator[Problem]:
@@ -187,10 +202,10 @@ def _silences(spec: MachineSpec, words: Vocabulary) -> Iterator[Problem]:
     for name, leaf in spec.leaves.items():
         state = leaf.state
         if state.terminal:
-            if leaf.on or leaf.exit or leaf.defer or state.timers or state.states:
+            if leaf.on or leaf.exit or leaf.defer or leaf.timers or state.states:
                 yield _place(leaf), "a terminal state has no rows, deferrals, timers or sub-states"
             continue
-        timers = [*state.timers, *spec.lasting]
+        timers = [*leaf.timers, *spec.lasting]
         expected = words.answered | {f"timer.{timer}" for timer in timers}
         for event in sorted(expected - leaf.named):
             yield (

@@ -172,7 +172,7 @@ class Local:
     told: Peer | None = None
     """Recipient of this participant's last acknowledgement; None if it was broadcast."""
     ready: Mapping[Peer, int] = field(default_factory=dict)
-    """The epoch in whose barrier each participant is, as the coordinator receives it."""
+    """The epoch in whose barrier each participant is: this one, and those that sent `ready`."""
     dead: frozenset[Peer] = frozenset()
     """Participants known to have ended: seen by a monitor, by their own ``leave``, or replaced."""
     suspected: frozenset[Peer] = frozenset()

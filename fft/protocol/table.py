@@ -91,13 +91,13 @@ class Table:
         self.spec = spec
         self._machine = _RowMachine(
             model=None,
-            states=list(spec.leaves),
+            states=list(spec.names),
             initial=spec.initial,
             auto_transitions=False,
             queued=False,
         )
         self._rows: set[tuple[str, str]] = set()
-        for name, leaf in spec.leaves.items():
+        for name, leaf in spec.names.items():
             rows = {**leaf.on, EXIT_ROWS: leaf.exit} if leaf.exit else leaf.on
             for event, candidates in rows.items():
                 self._add(name, event, candidates)
@@ -110,7 +110,7 @@ class Table:
 
     def verdict(self, state: str, event: str) -> tuple[Verdict, str]:
         """Return how the state treats the event, and the reason unless it has rows for it."""
-        leaf = self.spec.leaves[state]
+        leaf = self.spec.names[state]
         if (state, event) in self._rows:
             return "row", ""
         if event in leaf.ignore:

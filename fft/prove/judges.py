@@ -143,9 +143,9 @@ def keys_of(spec: FsmSpec, mutation: Mutation) -> list[Key]:
     if mutation.owner == "sequences":
         return [("sequences", mutation.event)]
     return [
-        (leaf, mutation.event)
-        for leaf in spec.leaves
-        if mutation.owner in ("common", leaf, outermost(leaf))
+        (name, mutation.event)
+        for name, leaf in spec.names.items()
+        if mutation.owner in ("common", leaf.name, outermost(leaf.name))
     ]
 
 

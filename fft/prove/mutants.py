@@ -49,10 +49,6 @@ from fft.prove.planting import (
 )
 
 
-def _always(s: Local, c: Config, event: Event) -> bool:
-    return True
-
-
 def _too_few_live(s: Local, c: Config, event: Event) -> bool:
     return len(set(member_peers(s)) - s.dead) < c.min_groups * c.world
 
@@ -192,8 +188,6 @@ def _unseen_in_lineage(s: Local, c: Config, event: Event) -> Iterable[Effect]:
     return ()
 
 
-ROLL_BACK = ["cancel_futures", "abort_groups", "restore"]
-
 # --- fencing --------------------------------------------------------------------------------------
 
 
@@ -254,9 +248,8 @@ def _head_forgotten(s: Local) -> Local:
 
 
 def _leaver_says_ack(raw: Raw) -> None:
-    last = way_to(raw, "last_commit")
-    (row,) = (r for r in on(raw, "voting", "decision") if r["to"] == last)
-    row["effects"].insert(-1, "say_ack_committed")
+    (row,) = (r for r in on(raw, "voting", "decision") if "say_ack_committed" in r["effects"])
+    row["guard"].remove("not i_leave")
 
 
 def _leave_at_once(raw: Raw) -> None:
@@ -424,7 +417,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "committing",
             "decision",
             to="rolling_back",
-            effects=["note_head", "say_ack", *ROLL_BACK],
+            effects=["note_head", "say_ack", "unwind"],
         ),
     ),
     # skips
@@ -560,7 +553,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "voting",
             "timer.vote_window",
             to="rolling_back",
-            effects=["assume_abort", "say_ack", *ROLL_BACK],
+            effects=["assume_abort", "say_ack", "unwind"],
         ),
     ),
     Mutant(
@@ -651,7 +644,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "A member begins the epoch's first txn as soon as it is ready itself.",
         "live_set",
         small(formed=False),
-        participant=planted({"all_ready": _always}),
+        participant=planted({"all_ready": GUARDS["i_am_ready"]}),
     ),
     Mutant(
         "own_member_list",

@@ -92,9 +92,9 @@ def without_fields(*names: str) -> type[Participant]:
 
 
 def state_of(raw: Raw, role: Role) -> Raw:
-    """Return the first state of a role."""
-    states: dict[str, Raw] = raw["states"]
-    return next(state for state in states.values() if state["role"] == role)
+    """Return the first state that has a role, itself or in a phase."""
+    states: Iterable[Raw] = raw["states"].values()
+    return next(s for s in states if any(role == p["role"] for p in (s, *s["phases"].values())))
 
 
 def way_to(raw: Raw, role: Role) -> str:

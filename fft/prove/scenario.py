@@ -624,7 +624,9 @@ class Run:
             word = rest.pop(0)
             if word == "out":
                 yield lambda i: self._node(i).local < 0
-            elif word in {**self.model.spec.states, **self.model.spec.leaves}:
+            elif word in {
+                part for name in self.model.spec.names for part in (name, outermost(name))
+            }:
                 yield partial(self._stands, word)
             elif word == "clean":
                 yield lambda i: not self._node(i).bits.marks

@@ -13,15 +13,15 @@ EQUIVALENT: Mapping[str, str] = {
     "* after rearm": _TIMER,
     "* after arm *": _TIMER,
     "*: arm * after *": _TIMER,
-    "*: count_failure after cancel_futures": "one counts here, the other sends a request",
-    "*: say_ack after cancel_futures": "the acknowledgement does not depend on the futures",
+    "*: count_failure after unwind": "one counts here, the other sends a request",
+    "*: say_ack after unwind": "the acknowledgement does not depend on the rollback of its own txn",
     "doubt_absent: suspect_absent after note_absent": "both only read the barrier",
-    "ROLLBACK_SYNC.forming timer.bus_retry 0: say_ack skipped": "ack_window repeats it, later",
-    "COMMIT applied 1: say_ack skipped": "ack_window repeats it, later",
+    "HEALING.forming timer.bus_retry 0: say_ack skipped": "ack_window repeats it, later",
+    "COMMIT applied 2: say_ack skipped": "ack_window repeats it, later",
     "INIT exit 4: epoch_possible taken as true": (
         "not equivalent: whole groups without a common state; no judge begins with them"
     ),
-    "HEALING.forming timer.quorum 0: row dropped": (
+    "HEALING.forming timer.quorum 1: row dropped": (
         "only the text of the end differs, which no judge sees; tests/protocol/test_rows.py does"
     ),
 }

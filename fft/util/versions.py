@@ -16,7 +16,7 @@ _TRIED = {
     "torch": ("2.11", "2.11 to 2.15"),
     "torchft": ("0.2", "0.2"),
 }
-"""The oldest release that can work, and those that were tried."""
+"""The oldest release that can work, and the range that was tried; its end is the newest one."""
 _PACKAGES = {"torch": ("torch",), "torchft": ("torchft", "torchft-nightly")}
 
 
@@ -33,10 +33,13 @@ def found(name: str) -> str | None:
 
 
 def trouble(name: str, number: str | None) -> tuple[bool, str] | None:
-    """Return whether version `number` of `name` cannot work, and why it is not as tried; or None.
+    """Judge version ``number`` of ``name``, where None stands for a package that is missing.
 
-    A build of a vendor or of a night, such as 2.12.0a0+nv26.04, may have any state of the source
-    before or after its release.
+    A nightly or vendor build, such as 2.12.0a0+nv26.04, counts as not tried, because its source may
+    differ from that of the release.
+
+    Returns:
+        Whether FFT cannot work with it, and the reason; None if it was tried.
     """
     least, tried = _TRIED[name]
     if number is None:
@@ -55,25 +58,28 @@ def trouble(name: str, number: str | None) -> tuple[bool, str] | None:
 def check() -> None:
     """Raise ImportError if FFT cannot work with what is installed; warn of what was not tried."""
     for name in _TRIED:
-        found_trouble = trouble(name, found(name))
-        if found_trouble is not None:
-            if found_trouble[0]:
-                raise ImportError(f"fft: {found_trouble[1]} (`fft doctor` shows all versions)")
-            warnings.warn(f"fft: {found_trouble[1]} (`fft doctor`)", stacklevel=2)
+        if (judgement := trouble(name, found(name))) is not None:
+            is_fatal, reason = judgement
+            if is_fatal:
+                raise ImportError(f"fft: {reason} (`fft doctor` shows all versions)")
+            warnings.warn(f"fft: {reason} (`fft doctor`)", stacklevel=2)
 
 
 def explain(error: ImportError) -> None:
-    """Raise an ImportError with the fix if torch or torchft lacks a name that FFT imports."""
+    """Raise an ImportError with the fix if torch or torchft lacks a name that FFT imports.
+
+    Return if the cause is another one. `check` has the fix for a package that is missing.
+    """
     package = (error.name or "").split(".")[0]
     if package in _PACKAGES and error.msg != f"No module named {package!r}":
         raise ImportError(
-            f"fft: {error.msg}, which {package} {found(package)} lacks: install one of "
+            f"fft: {error.msg}, which {package} {found(package)} lacks: install {package} "
             f"{_TRIED[package][1]} (`fft doctor` shows all versions)"
         ) from error
 
 
 def doctor() -> tuple[list[str], bool]:
-    """Return what is known about the versions here and what this machine lacks, as lines.
+    """Return lines about the installed versions and what this machine lacks, for `fft doctor`.
 
     The second value is whether FFT can work here.
     """
@@ -96,7 +102,7 @@ def doctor() -> tuple[list[str], bool]:
 
 
 def _missing_extras() -> dict[str, list[str]]:
-    """Return the packages that are missing for each extra for users."""
+    """Return the missing packages by extra, without the extras for developers."""
     lacking: dict[str, list[str]] = {}
     for requirement in requires("fft-torch") or ():
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)

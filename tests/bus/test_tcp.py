@@ -439,8 +439,9 @@ def test_request_is_not_repeated_if_its_answer_is_lost(
     network, url = way
     with open_bus(url, timeout=LONG_S) as bus, ThreadPoolExecutor(1) as pool:
         network.lose()
+        before = network.arrived
         lost = pool.submit(bus.next_number, "n")
-        wait_until(lambda: bus._client._lock.locked(), "it has been sent")  # type: ignore[attr-defined]
+        wait_until(lambda: network.arrived > before, "it has been sent")
         network.cut()
         assert isinstance(lost.exception(NOISE_S), BusUnreachable)
         network.find()

@@ -81,6 +81,22 @@ def test_first_signal_drains_and_second_that_may_kill_kills(
     assert supervisor_calls(numbers, monkeypatch, gap_s) == times
 
 
+def test_signal_within_the_handler_of_another_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts, calls = Interrupts(), list[None]()
+    interrupts.go_to(lambda: calls.append(None))
+    within, is_repeated = [signal.SIGTERM], interrupts._is_repeated
+
+    def interrupted(number: int) -> bool:
+        found = is_repeated(number)
+        if within:
+            interrupts.take(within.pop(), None)
+        return found
+
+    monkeypatch.setattr(interrupts, "_is_repeated", interrupted)
+    interrupts.take(signal.SIGINT, None)
+    assert len(calls) == 2
+
+
 def test_signals_before_the_supervisor_are_passed_on_once() -> None:
     interrupts, calls = Interrupts(), list[None]()
     for number in (signal.SIGUSR1, signal.SIGHUP):

@@ -25,6 +25,7 @@ from fft.bus.natsserver import NatsServers
 from fft.bus.token import JobToken
 from fft.engine.calls import Calls
 from fft.messages.commands import RollCall
+from fft.messages.exits import gone_register, gone_value
 from fft.messages.protocol import Drain, GroupEntry, Peer, RankEntry, Record, encode
 from fft.messages.wire import decode_packed
 from fft.operate.client import JobClient, JobState
@@ -211,17 +212,25 @@ def _of(*ranks: tuple[str, int]) -> JobState:
     return JobState(record, record)
 
 
-def test_processes_are_gone_only_if_all_are_local_and_none_runs() -> None:
+def test_processes_are_gone_only_if_none_runs_here_and_others_are_registered(url: str) -> None:
     """A participant that may live on another host, or on this one, is asked for longer."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
     here, gone, there = socket.gethostname(), ended.pid, os.getppid()
-    assert entering._are_gone(_of((here, gone), (here, gone)))
-    for others in ([(here, gone), (here, there)], [(here, there), (here, gone)]):
-        assert not entering._are_gone(_of(*others))
-    for others in ([(here, gone), ("elsewhere", gone)], [("elsewhere", gone)]):
-        assert not entering._are_gone(_of(*others))
-    assert not entering._are_gone(JobState())
+    with open_job_bus(url, TOKEN) as bus:
+        are_gone = partial(entering._are_gone, bus=bus, writes=False)
+        assert are_gone(_of((here, gone), (here, gone)))
+        for others in ([(here, gone), (here, there)], [(here, there), (here, gone)]):
+            assert not are_gone(_of(*others))
+        for others in ([(here, gone), ("elsewhere", gone)], [("elsewhere", gone)]):
+            assert not are_gone(_of(*others))
+        assert not are_gone(JobState())
+        bus.write(gone_register("1", 0), gone_value(gone, "elsewhere"))
+        assert are_gone(_of((here, gone), ("elsewhere", gone)))
+        assert not are_gone(_of((here, gone), ("elsewhere", there)))
+        assert bus.read(gone_register("0", 0)) is None
+        assert entering._are_gone(_of((here, gone), ("elsewhere", gone)), bus, writes=True)
+        assert bus.read(gone_register("0", 0)) == gone_value(gone, here)
 
 
 def test_a_job_that_all_groups_were_drained_from_is_not_asked(

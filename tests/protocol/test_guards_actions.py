@@ -273,11 +273,11 @@ def test_an_event_deferred_in_two_states_in_a_row_waits_for_the_third() -> None:
         del waiting["on"]["decision"]
         waiting["defer"] = {"decision": "the last state will tell"}
         waiting["on"]["timer.drain_window"] = [{"to": "NORMAL"}]
-        data["states"]["DRAIN_COMMIT"]["on"]["applied"][0]["effects"].append("next_txn")
+        data["states"]["COMMIT"]["on"]["applied"][0]["effects"].append("next_txn")
 
     participant = changed(edit)
     job, node = running()
-    head = replace(job.history[0], n=2, kind="commit", txn=1, members=())
+    head = replace(job.history[0], n=2, kind="commit", txn=1, members=(), leavers=("0",))
     abort = Decision(replace(head, n=3, kind="abort", txn=2))
     s = replace(node.local, state="DRAIN_COMMIT", head=head)
     s, out = participant.handle(s, abort, 0.0)

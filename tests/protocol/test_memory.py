@@ -95,7 +95,7 @@ def test_coordinator_gives_up_the_barrier_before_the_members() -> None:
     windows: dict[Peer, float] = {}
     while waiting := [node for node in job.live() if node.inbox]:
         job.deliver(waiting[0])
-        if waiting[0].local.state == "HEALING.building":
+        if waiting[0].local.state == "HEALING.formed":
             windows[waiting[0].peer] = waiting[0].timers["ready_window"].seconds
     assert job.history[-1].kind == "epoch" and job.history[-1].by == a.peer
     assert all(windows[other.peer] > windows[a.peer] for other in others)

@@ -423,21 +423,22 @@ def test_core_agrees_with_the_oracle_in_the_corpus_of_rows(
 def lie(state: str, event: str, index: int, **changed: Any) -> FsmSpec:
     """Return the shipped spec with one row that does something else."""
     data = HSDP.model_dump()
-    data["states"][state]["on"][event][index].update(changed)
+    owner = data["states"].get(state, data["common"])
+    owner["on"][event][index].update(changed)
     return FsmSpec.model_validate(data)
 
 
 LIES = {
     "a commit that is not counted": (
-        lie("COMMIT", "applied", 3, effects=["start_txn"]),
+        lie("COMMIT", "applied", 4, effects=["start_txn"]),
         "says Held",
     ),
     "a torn step that is counted": (
-        lie("COMMIT", "apply_failed", 3, effects=["note_applied", "next_txn", "propose_abort"]),
+        lie("COMMIT", "apply_failed", 4, effects=["note_applied", "next_txn", "propose_abort"]),
         "is ready with another state",
     ),
     "an abort that is applied": (
-        lie("PREPARED", "decision", 3, to="COMMIT", effects=["note_head", "announce", "apply"]),
+        lie("common", "decision", 0, to="COMMIT", effects=["note_head", "announce", "apply"]),
         "stands 0 times as committed in the register",
     ),
     "a commit that is not decided": (

@@ -20,11 +20,13 @@ from jobs import HSDP, Job, calm
 from fft.messages.causes import Cause, CauseCode
 from fft.messages.protocol import (
     Ballot,
+    Begin,
     BusDown,
     Decision,
     Drain,
     Event,
     Fault,
+    Healed,
     HealFailed,
     Manifest,
     Peer,
@@ -32,6 +34,7 @@ from fft.messages.protocol import (
     Ready,
     Stop,
     Suspect,
+    Timer,
     Token,
 )
 from fft.protocol.participant import Outcome, Participant
@@ -551,11 +554,11 @@ def a_learner_gets_its_state_in_the_barrier() -> Job:
     job.settle()
     job.compute()
     late = job.node("1")
-    while late.local.state != "HEALING.barrier":
+    while late.local.ready.get(late.peer) != late.local.token.epoch:
         job.deliver(late if late.inbox else next(n for n in job.live() if n.inbox))
     job.learn(late)
     only(job, late)
-    assert late.local.healed and late.local.state == "HEALING.barrier"
+    assert late.local.healed and late.local.state == "HEALING.formed"
     job.settle()
     job.step()
     return job
@@ -921,6 +924,8 @@ def unwound_at_last() -> Job:
     job.fire("ack_window")
     job.settle()
     assert job.kinds()[-2:] == ["epoch", "abort"] and job.states() == {"ROLLBACK_SYNC", "HEALING"}
+    job.fire("quorum", [job.node("2")])
+    job.settle()
     job.post(job.node("2"), restored)
     job.settle()
     assert job.states() == {"NORMAL"}
@@ -991,10 +996,32 @@ def nobody_coordinates() -> Job:
 def formed_while_it_unwinds() -> Job:
     job, restored = slow_to_unwind()
     c = job.node("2")
-    job.fire("coordinator_window", [c])
+    assert c.local.state == "ROLLBACK_SYNC.formed"
+    job.post(c, Fault(c.local.token, "boom"))
     job.settle()
     job.post(c, restored)
     job.settle()
+    return job
+
+
+def left_out_while_it_heals() -> Job:
+    """It is slow to heal. The others form an epoch without it, and it learns of that late."""
+    job = Job(3).until_running()
+    a, b, c = job.live()
+    job.fail(a)
+    hold_back(job, c, "healed")
+    job.fire("ready_window", [a])
+    only(job, a, b)
+    assert job.kinds()[-2:] == ["abort", "epoch"]
+    c.inbox.popleft()  # misses the abort
+    job.deliver(c)
+    assert c.local.state == "ROLLBACK_SYNC.formed"
+    timer = Timer("ready_window", c.timers["ready_window"].serial)
+    c.inbox.extendleft([Begin(c.peer, 2), Healed(2), timer])
+    job.settle()
+    assert job.kinds()[-1] == "epoch"
+    job.step()
+    assert c.state == "NORMAL"
     return job
 
 
@@ -1168,6 +1195,7 @@ LIVES: dict[str, Callable[[], Job]] = {
     "the coordinator dies silently": lambda: the_coordinator_ends(tell=False),
     "nobody coordinates": nobody_coordinates,
     "formed while it unwinds": formed_while_it_unwinds,
+    "left out while it heals": left_out_while_it_heals,
     "bus away while it unwinds": bus_away_while_it_unwinds,
     "fetch fails late, in ROLLBACK_REQ": lambda: fetch_fails_late("ROLLBACK_REQ"),
     "fetch fails late, in ROLLBACK_SYNC": lambda: fetch_fails_late("ROLLBACK_SYNC"),

@@ -254,21 +254,21 @@ BAD = {
     "unknown row key": (changed("to: PREPARED, eff", "goto: PREPARED, eff"), "goto", "remove it"),
     "unknown state": (changed("to: PREPARED, eff", "to: PREPAERD, eff"), ".to", "'PREPARED'"),
     "a state that has sub-states": (
-        changed("to: HEALING.building", "to: HEALING"),
+        changed("to: HEALING.formed", "to: HEALING"),
         ".to",
-        "say which one: HEALING.forming, HEALING.building",
+        "say which one: HEALING.forming, HEALING.formed",
     ),
     "unknown sub-state": (
-        changed("to: HEALING.building", "to: HEALING.bilding"),
+        changed("to: HEALING.formed", "to: HEALING.fromed"),
         ".to",
-        "did you mean 'HEALING.building'",
+        "did you mean 'HEALING.formed'",
     ),
     "a sub-state that says it twice": (
         changed(
-            "        doc: The next epoch is formed, without this participant.\n",
-            "        ignore: {restored: x}\n",
+            "      formed:\n        doc: >\n",
+            "      formed:\n        ignore: {restored: x}\n        doc: >\n",
         ),
-        "ROLLBACK_SYNC.states.fenced",
+        "HEALING.states.formed",
         "keep one",
     ),
     "unknown guard": (changed("[votes_yes, is_healed]", "[vote_yes]"), "guard", "'votes_yes'"),
@@ -328,6 +328,21 @@ BAD = {
         {name: text.replace("to: EXIT", "to: INIT") for name, text in FILES.items()},
         "states",
         "EXIT",
+    ),
+    "a phase with the name of a state": (
+        changed("      DRAIN_COMMIT: {guard", "      DRAIN_WAIT: {guard"),
+        "states.COMMIT.phases.DRAIN_WAIT",
+        "give the phase a name of its own",
+    ),
+    "unknown guard of a phase": (
+        changed("      DRAIN_COMMIT: {guard: [i_leave]", "      DRAIN_COMMIT: {guard: [i_leav]"),
+        "states.COMMIT.phases.DRAIN_COMMIT.guard.0",
+        "'i_leave'",
+    ),
+    "unknown role of a phase": (
+        changed("role: last_commit", "role: applying"),
+        "states.COMMIT.phases.DRAIN_COMMIT.role",
+        "unknown role 'applying'",
     ),
     "terminal with rows": (
         changed("    role: terminal", "    role: terminal\n    timers: [pause]"),
@@ -420,7 +435,7 @@ states:
     hsdp, other = load_spec("hsdp"), load_spec(path)
     assert other.timeouts == {**hsdp.timeouts, "pause": 7.0}
     assert "suspect" in hsdp.states["NORMAL"].on and "suspect" not in other.states["NORMAL"].on
-    assert other.states["COMMIT"].on["applied"][3].effects[-1] == "start_first_txn"
+    assert other.states["COMMIT"].on["applied"][4].effects[-1] == "start_first_txn"
     assert other.states["HEALING"] == hsdp.states["HEALING"]
 
 
@@ -458,7 +473,7 @@ def test_a_spec_is_found_by_name_and_by_path() -> None:
 def test_no_code_asks_for_a_state_by_name() -> None:
     """A spec may choose the names of its states, as the code uses roles."""
     specs = [load_machine(name) for name in ("hsdp", "main_thread")]
-    states = {name for spec in specs for name in (*spec.states, *spec.leaves)}
+    states = {name for spec in specs for name in (*spec.states, *spec.names)}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for room in ("fft", "benchmarks")
@@ -484,10 +499,10 @@ def test_a_negated_guard_and_an_argument_are_one_text() -> None:
 def test_state_is_printed_with_the_rows_of_its_outer_state_and_of_common() -> None:
     spec = load_spec("hsdp")
     text = "\n".join(reactions(spec, "HEALING.forming"))
-    assert "timers: ack_window, coordinator_window, quorum, ready_window" in text
+    assert "timers: ack_window, coordinator_window, quorum\n" in text
     assert "  timer.coordinator_window\n    else\n      [not i_gather] suspect_coordinator" in text
     assert "  death\n    else\n      note_death\n      [about_a_member] blame_death" in text
-    assert "ignores prepared: belongs to the epoch that has just ended" in text
+    assert "ignores prepared: the rollback is under way, or it belongs to the epoch" in text
     leaf = spec.leaves["HEALING.forming"]
     rows = sum(map(len, leaf.on.values())) + len(leaf.exit)
     assert sum(line.startswith("    ") and line[4] != " " for line in text.splitlines()) == rows
@@ -532,9 +547,9 @@ def test_free_stage_shares_the_proof_of_hsdp() -> None:
     assert set(hsdp) <= set(ahead)
     other = {place for place, row in ahead.items() if hsdp.get(place) != row}
     assert {place for place in other if place in hsdp} == {
-        "states.COMMIT.on.applied.3",
-        "states.HEALING.states.barrier.on.begin.0",
-        "states.HEALING.states.barrier.exit.1",
+        "states.COMMIT.on.applied.4",
+        "states.HEALING.states.formed.on.begin.0",
+        "states.HEALING.states.formed.exit.1",
     }
     opens = [ahead[place] for place in other if place in hsdp]
     assert {(row.to, row.effects[-1]) for row in opens} == {("NORMAL.held", "open_txn")}

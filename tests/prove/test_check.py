@@ -78,7 +78,7 @@ def test_state_counts_within_bounds_are_pinned() -> None:
         result = search(HSDP, bounds)[1]
         assert result.violation is None and result.complete
         counts[name] = (result.states, result.steps)
-    assert counts == {"twin": (3_746, 7_632), "storm": (4_376, 7_787)}
+    assert counts == {"twin": (3_746, 7_632), "storm": (4_125, 6_369)}
 
 
 def test_every_set_of_bounds_has_a_name_of_its_own() -> None:

@@ -35,7 +35,7 @@ def test_operators_change_every_row_guard_and_effect_once() -> None:
     assert made(": swapped with the next row") == sum(max(0, len(each) - 1) for each in lists)
     assert made(" taken as true") == made(" negated") == guards
     assert made(" skipped") == effects + len(items)
-    timers = sum(len(state.timers) for state in HSDP.states.values())
+    timers = sum(len(getattr(owner, "timers", ())) for _, owner in HSDP.row_owners())
     assert sum(": unarmed " in name for name in MUTATIONS) == timers
 
 
@@ -56,15 +56,15 @@ def test_effects_are_swapped_and_skipped(name: str, event: str, expected: list[s
 
 
 def test_guards_are_negated_and_taken_as_true() -> None:
-    place = "ROLLBACK_SYNC.forming exit 1"
-    was = HSDP.leaves["ROLLBACK_SYNC.forming"].exit[-1].guard
+    place = "HEALING.forming exit 4"
+    was = HSDP.leaves["HEALING.forming"].exit[-1].guard
     assert was[1:3] == ["not proposed", "not paused"]
     for change, guards in (
         ("not paused negated", [*was[:2], "paused", *was[3:]]),
         ("i_gather negated", ["not i_gather", *was[1:]]),
         ("not paused taken as true", [*was[:2], *was[3:]]),
     ):
-        leaf = MUTATIONS[f"{place}: {change}"].of(HSDP).leaves["ROLLBACK_SYNC.forming"]
+        leaf = MUTATIONS[f"{place}: {change}"].of(HSDP).leaves["HEALING.forming"]
         assert leaf.exit[-1].guard == guards
 
 
@@ -99,7 +99,7 @@ def few_judges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_judges")
 def test_search_finds_a_skipped_effect_and_names_its_property() -> None:
-    fate = judged("hsdp", MUTATIONS["NORMAL decision 0: abort_groups skipped"])
+    fate = judged("hsdp", MUTATIONS["unwind 0: abort_groups skipped"])
     assert fate.judge == "search" and fate.is_known
     assert fate.detail.startswith("eventually, 2 groups")
 
@@ -108,11 +108,11 @@ def test_search_finds_a_skipped_effect_and_names_its_property() -> None:
 def test_change_without_an_effect_survives_and_must_be_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    same = unchanged("NORMAL decision 0: abort_groups skipped")
+    same = unchanged("unwind 0: abort_groups skipped")
     assert sound("hsdp", FEW).compared(HSDP, same)[0] > 0
     fate = judged("hsdp", same)
-    assert not fate.judge and not fate.is_known and str(fate).startswith("SURVIVES NORMAL decision")
-    monkeypatch.setattr(survivors, "EQUIVALENT", {"NORMAL decision 0: abort*": "a reason"})
+    assert not fate.judge and not fate.is_known and str(fate).startswith("SURVIVES unwind 0")
+    monkeypatch.setattr(survivors, "EQUIVALENT", {"unwind 0: abort*": "a reason"})
     assert fate.is_known and str(fate).endswith("a reason")
     found = Fate(same.name, "search", "agreement")
     assert not found.is_known and "LISTED as equivalent: a reason" in str(found)
@@ -123,7 +123,7 @@ def test_change_without_an_effect_survives_and_must_be_explained(
 def test_another_order_that_changes_no_answer_is_equivalent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order = MUTATIONS["NORMAL decision 0: count_failure after cancel_futures"]
+    order = MUTATIONS["common decision 0: count_failure after unwind"]
     assert judged("hsdp", order).judge == ""
     monkeypatch.setattr(judges, "ENOUGH", 1)
     assert judged("hsdp", order).judge == "same"
@@ -137,8 +137,10 @@ def test_a_scenario_finds_a_negated_guard() -> None:
 
 
 def test_a_change_is_met_where_the_state_has_its_row() -> None:
-    assert keys_of(HSDP, MUTATIONS["HEALING heal_failed 0: propose_abort skipped"]) == [
-        (f"HEALING.{sub}", "heal_failed") for sub in ("forming", "building", "barrier")
+    assert keys_of(HSDP, MUTATIONS["HEALING decision 0: propose_abort skipped"]) == [
+        (f"{phase}.{sub}", "decision")
+        for phase in ("HEALING", "ROLLBACK_SYNC")
+        for sub in ("forming", "formed")
     ]
 
 

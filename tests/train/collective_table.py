@@ -491,8 +491,9 @@ def _batch_p2p(at: Place) -> None:
     raw.batch_p2p_ops(["isend"], [1 - at.rank], [0], [x(at.rank)], at.name)
 
 
-def _gather_out(at: Place) -> None:
-    raw.all_gather_into_tensor_out(x(at.rank), RANKS, at.name, out=empty(8))
+def _gather_out(at: Place) -> Result:
+    out = at.note(empty(8))
+    return [wait(raw.all_gather_into_tensor_out(x(at.rank), RANKS, at.name, out=out))]
 
 
 REFUSED: dict[str, dict[str, Refusal]] = {
@@ -537,6 +538,9 @@ REFUSED: dict[str, dict[str, Refusal]] = {
     },
 }
 
+if torch.__version__ >= (2, 14):
+    del REFUSED["shard"]["functional_all_gather_out"]
+    row([GATHERED], shard_only=True)(_gather_out)
 if torch.__version__ < (2, 12):
     no_list = "Backend gloo does not support alltoall"
     REFUSED["shard"]["all_to_all"] = Refusal(ROWS.pop("all_to_all").run, RuntimeError, no_list)

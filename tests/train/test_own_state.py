@@ -1,5 +1,5 @@
-"""State of optimizers that belongs to no parameter, and switches that a script changes between two
-steps: both are in the state that a rollback restores and another process loads."""
+"""State besides parameters and their optimizer entries: an optimizer's own state, flags, hooks,
+buffers and registered objects. A rollback restores it, and another process loads it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_optimizer_state_of_a_foreign_tensor_is_refused_by_name() -> None:
         state.export()
 
 
-# --- switches
+# --- flags
 
 
 def network() -> nn.Sequential:
@@ -177,7 +177,7 @@ def test_entry_of_a_checkpoint_that_extra_does_not_load_is_named(
     ]
 
 
-def test_switches_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_are_loaded_by_another_process(caplog: pytest.LogCaptureFixture) -> None:
     donor, joiner = network(), network()
     for model in (donor, joiner):
         model[0].requires_grad_(False)
@@ -196,7 +196,7 @@ def test_settings_of_fsdp_are_loaded_by_another_process(mesh: DeviceMesh) -> Non
         model[2].requires_grad_(False)
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
-    donor(torch.ones(1, 2))  # lays out what FSDP2 makes lazily
+    donor(torch.ones(1, 2))  # runs FSDP2's lazy initialization
     donor.reshard()
     donor[2].requires_grad_(True)
     donor[0].set_gradient_divide_factor(3.0)
@@ -287,7 +287,7 @@ def test_loaded_settings_are_copies_and_replace_no_objects(mesh: DeviceMesh) -> 
     sent = copy.deepcopy(state.export())
     its.load(sent)
     assert things_of(joiner)["context"].post_optim_event is event
-    assert things_of(joiner)["parameter"].offload_to_cpu, "a switch of a parameter"
+    assert things_of(joiner)["parameter"].offload_to_cpu, "a bool of a parameter"
     things_of(joiner)["group"].something.append(2)
     its.load(sent)
     assert things_of(joiner)["group"].something == [1]

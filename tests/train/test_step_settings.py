@@ -1,4 +1,4 @@
-"""Switches of modules and of torch that a step function changes are restored by a rollback."""
+"""Settings of FSDP2 and torch that a step function changes are restored by a rollback."""
 
 from __future__ import annotations
 
@@ -73,6 +73,19 @@ def settings(model: Any) -> list[dict[str, Any]]:
     return found
 
 
+def objects_of(module: Any) -> dict[str, Any]:
+    """The objects in which FSDP2 keeps the settings of a module, by kind."""
+    state = fsdp_state(module)
+    group = fsdp_groups(state)[0]
+    return {
+        "state": state,
+        "context": state._state_ctx,
+        "communication": state._comm_ctx,
+        "group": group,
+        "parameter": group.fsdp_params[0],
+    }
+
+
 def shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: shown(each) for key, each in value.items()}
@@ -113,43 +126,30 @@ def change_contents(value: Any) -> None:
 
 
 @pytest.mark.parametrize("of", ["state", "context", "communication", "group", "parameter"])
-@pytest.mark.parametrize("laid_out", [True, False])
+@pytest.mark.parametrize("initialized", [True, False])
 def test_rollback_restores_the_settings_of_an_unknown_setter(
-    mesh: DeviceMesh, of: str, laid_out: bool
+    mesh: DeviceMesh, of: str, initialized: bool
 ) -> None:
     """A setter of a later release: a new attribute, and a changed one that FFT does not know."""
-
-    def set_something(module: Any, value: object) -> None:
-        state = fsdp_state(module)
-        group = fsdp_groups(state)[0]
-        things = {
-            "state": state,
-            "context": state._state_ctx,
-            "communication": state._comm_ctx,
-            "group": group,
-            "parameter": group.fsdp_params[0],
-        }
-        things[of].something = value
-
     model = sharded(mesh)
     state = StepState([model], [])
-    if laid_out:
+    if initialized:
         model(torch.ones(2, 4))
         state.unwind()
     state.capture()
     before = settings(model)
-    set_something(model, [1])
+    objects_of(model)[of].something = [1]
     state.restore()
     assert settings(model) == before, "a new attribute"
 
-    set_something(model, listed := [1])
+    objects_of(model)[of].something = listed = [1]
     state.capture()
     before = settings(model)
     listed.append(2)
     model(torch.ones(2, 4))
     state.restore()
     assert settings(model) == before, "the contents of an attribute"
-    set_something(model, True)
+    objects_of(model)[of].something = True
     state.restore()
     assert settings(model) == before, "a changed attribute"
 
@@ -162,16 +162,7 @@ def test_rollback_restores_a_setting_of_any_kind(mesh: DeviceMesh, kind: str, of
     state = StepState([model], [])
     model(torch.ones(2, 4)).sum().backward()
     state.unwind()
-    fsdp = fsdp_state(model)
-    group = fsdp_groups(fsdp)[0]
-    things: dict[str, Any] = {
-        "state": fsdp,
-        "context": fsdp._state_ctx,
-        "communication": fsdp._comm_ctx,
-        "group": group,
-        "parameter": group.fsdp_params[0],
-    }
-    thing = things[of]
+    thing = objects_of(model)[of]
     state.capture()
     before = settings(model)
     thing.something = VALUES[kind]()
@@ -242,7 +233,7 @@ def test_rollback_restores_the_settings_of_each_fsdp_setter(
 ) -> None:
     model = sharded(mesh)
     state = StepState([model], [])
-    model(torch.ones(2, 4))  # lays out what FSDP2 makes lazily
+    model(torch.ones(2, 4))  # runs FSDP2's lazy initialization
     state.unwind()
     for name, arguments in changes(model).items():
         if name == "set_manual_backward_finalization" and not is_root:

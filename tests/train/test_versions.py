@@ -72,14 +72,16 @@ NAMES: dict[str, str] = {
 }
 """Private attributes that FFT uses, by their owner. Imports are found in the code.
 
-Owners are texts, so that one that is missing is listed, too.
+An owner is a dotted path, so that a missing owner is reported like a missing attribute.
 """
-_ELSEWHERE = {
+_NOT_IN_TABLE = {
     *("_active", "_asdict", "_current_frames", "_DummyThread", "_exit", "_getframe"),  # Python's
-    *("_fsdp_param_group", "_fsdp_param_groups", "_C", "_replace", "_on_queue_feeder_error"),
+    *("_fsdp_param_group", "_fsdp_param_groups"),  # of FSDP2; a release has one of the two
+    *("_C", "_replace", "_on_queue_feeder_error"),
     *("_comm_hook", "_create_internal", "_managed_work", "_shared_state"),
 }
-"""Names of Python and Accelerate, of either of two releases, of modules, and of objects in C++."""
+"""Private names that FFT uses and `NAMES` need not have: names of Python and Accelerate, names that
+not all releases have, modules, and attributes of objects in C++."""
 
 
 def found_at(path: str) -> Any:
@@ -154,7 +156,7 @@ def test_deleted_class_is_listed_with_each_of_its_names(monkeypatch: pytest.Monk
 
 
 def test_table_of_private_names_is_complete() -> None:
-    """Every private attribute that FFT reads, of an object that is not FFT's, is in the table."""
+    """Every private attribute that FFT uses of an object of another package is in `NAMES`."""
     own = set()
     used = set()
     for tree in trees():
@@ -170,7 +172,7 @@ def test_table_of_private_names_is_complete() -> None:
                 else:
                     used.add(node.attr)
     table = {name for names in NAMES.values() for name in names.split()}
-    assert sorted(used - own - table - _ELSEWHERE) == []
+    assert sorted(used - own - table - _NOT_IN_TABLE) == []
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_import_without_a_private_name_of_torch_names_the_fix(change: str, text:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     error = done.stderr.splitlines()[-1]
     assert error.startswith(f"ImportError: fft: {text.format(module)}"), done.stderr
-    end = f", which torch {versions.found('torch')} lacks: install one of 2.11 to 2.15 (`fft"
+    end = f", which torch {versions.found('torch')} lacks: install torch 2.11 to 2.15 (`fft"
     assert end in error
 
 

@@ -54,9 +54,14 @@ class Move:
 
     @property
     def came_ready(self) -> bool:
-        """Whether the move brought the participant into the barrier of its epoch."""
+        """Whether the move brought the participant into the barrier of its epoch.
+
+        In older traces the barrier is a state of its own.
+        """
+        was, now = (s.ready.get(self.peer) == s.token.epoch for s in (self.before, self.after))
+        entered = now and not was
         return any(
-            step.event in ("connected", "healed") and step.source != step.dest
+            step.event in ("connected", "healed") and (entered or step.source != step.dest)
             for step in self.out.steps
         )
 

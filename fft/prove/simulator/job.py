@@ -278,7 +278,7 @@ class Log:
         if self._traces:
             self._traces[process.peer].outcome(before, process.local, event, out, now)
         for step in out.steps:
-            self.rows.add((step.source, id(step.row)))
+            self.rows.add((self._spec.names[step.source].name, id(step.row)))
         if out.verdict == "refused":
             text = f"{process.peer} in {before.state} refused {event}: {out.reason}"
             self.violated("protocol_error", text, place)

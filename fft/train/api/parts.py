@@ -362,8 +362,9 @@ def join(parts: Parts) -> Engine:
     _warn_of_other_generators(parts)
     parts.watch()
     if parts.paradigm.steps_together and job.bus.read(HEAD) is not None:
-        # a step that cannot be rehearsed is begun again after the rank was left out
-        watchers.join(is_warm=settings.is_replacement or not parts.txn.by_fft)
+        # In FFT's own loop the limit is higher, because a rollback interrupts the first step, which
+        # would then load all again. After a rehearsal this call has no effect.
+        watchers.join(is_strict=settings.is_replacement or not parts.txn.by_fft)
     atexit.register(parts.manager._at_exit)
     engine = job.engine = Engine(
         participant,

@@ -355,7 +355,7 @@ def completed(
     An imported checkpoint contains only a model; the rest is the current state of this process.
     """
     if found["optimizers"] is not None:
-        # an older checkpoint has no switches
+        # an older checkpoint has no flags
         return {"flags": step.export_flags(), **found, "buffers": buffers}
     logger.warning("only a model was imported: optimizers, schedules and the rest begin anew")
     mine, tensors = step.export(), dict(found["parameters"])

@@ -1,8 +1,8 @@
 """Differences between the supported releases of torch; no other file depends on a release.
 
-FSDP2 has no public access to the state that a rollback resets, and its private names have changed:
-torch 2.12 has several groups of parameters for each module, torch 2.13 has ``reset_iter_state``,
-and torch 2.15 keeps accumulated gradients on the gathered parameters.
+A rollback resets state of FSDP2 to which torch gives no public access, and the private names have
+changed: torch 2.12 introduced several groups of parameters for each module, torch 2.13
+``reset_iter_state``, and torch 2.15 accumulated gradients on the gathered parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ def fsdp_state(module: FSDPModule) -> Any:
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """Return FSDP2's groups of parameters of a state of `fsdp_state`."""
+    """Return the parameter groups of a result of `fsdp_state`."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def reset_iteration(root: FSDPModule) -> None:
-    """Take the root module and those below it out of a forward or backward that has failed.
+    """Reset a root module and the modules below it after a failed forward or backward.
 
-    Nothing is running any more. The progress of the iteration and its gradients are dropped.
+    No operation of FSDP2 may be running. The progress of the iteration and its gradients are
+    dropped.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -69,7 +70,7 @@ def _reset_iteration(root: Any) -> None:
 
 
 def drop_gathered_gradients(parameter: Any) -> None:
-    """Drop the gradients that FSDP2 has for one of its gathered parameters."""
+    """Drop the gradients of a gathered parameter of FSDP2."""
     if "unsharded_accumulated_grad" in vars(parameter):
         parameter.unsharded_accumulated_grad = None
     unsharded: torch.Tensor | None = getattr(parameter, "_unsharded_param", None)

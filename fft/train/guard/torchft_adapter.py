@@ -1,6 +1,6 @@
 """Access to the private attributes of torchft's ``Manager``, which no other file names.
 
-It also holds what differs between releases of torchft.
+This file also holds the differences between releases of torchft.
 
 ``ManagerFFT`` is a subclass of torchft's manager, so both keep the same step counter, error and
 groups. torchft offers no public access to most of them. When a release of torchft renames one,
@@ -103,17 +103,18 @@ class TorchftAdapter:
 
 
 def configuration_of(pg: Any) -> Callable[..., None]:
-    """Return the ``configure`` of a process group of torchft 0.2.
+    """Return a function with the signature of ``configure`` that connects a process group.
 
-    Later releases have ``reconfigure`` in its place, with ranks by the order of handles.
+    Groups of torchft 0.2 have ``configure``. Those of later releases have ``reconfigure`` instead,
+    in which the order of handles defines the ranks; torchft exchanges the handles at the store.
 
     Raises:
-        FftError: `pg` is no process group of torchft.
+        FftError: ``pg`` is not a process group of torchft.
     """
     if not isinstance(pg, ProcessGroup):
         raise FftError(
             f"expected a process group of torchft, got {pg!r}: FFT cannot free a rank that waits "
-            "in torch's own group, also not with enable_reconfigure=True. Leave pg out, or pass "
+            "in a group of torch, even with enable_reconfigure=True. Leave pg out, or pass "
             "torchft.process_group.ProcessGroupGloo()"
         )
     if hasattr(pg, "configure"):

@@ -78,14 +78,16 @@ class Watchers:
         """Context of waits for reductions, which do not count as this rank's compute time."""
         return nullcontext() if self.speed is None else self.speed.waiting
 
-    def join(self, is_warm: bool) -> None:
+    def join(self, is_strict: bool) -> None:
         """Record that this process joins a running job, whose ranks wait for its first steps.
 
+        Only the first call has an effect.
+
         Args:
-            is_warm: No step of this process can take longer than theirs, or the wait must be short
-                although it can.
+            is_strict: Limit these steps like later ones. Otherwise the limit has the higher minimum
+                of a step that loads what later steps use.
         """
-        self.joins = self.joins or (_LIMITS.min_s if is_warm else _LIMITS.first_s)
+        self.joins = self.joins or (_LIMITS.min_s if is_strict else _LIMITS.first_s)
 
     def txn_begun(self, step: int) -> None:
         """Record the start of a txn that attempts ``step``."""

@@ -21,7 +21,7 @@ from fft.train.session.paradigm import Committed, Paradigm, SharedState, VotePre
 from fft.train.session.rank_context import RankContext
 from fft.train.state.local_tensors import leaves_of
 from fft.train.step.lighthouse_vote import preconditions_of
-from fft.train.step.rehearsal import rehearsed
+from fft.train.step.rehearsal import rehearse
 from fft.train.step.transaction import Transaction, TransactionLoop
 
 
@@ -92,7 +92,7 @@ class Lockstep(Paradigm[TransactionLoop]):
     def steps(
         self, loop: TransactionLoop, source: DataSource | ShardedSource, max_steps: int | None
     ) -> Iterator[Transaction]:
-        yield from rehearsed(self._rank, loop, source)
+        yield from rehearse(self._rank, loop, source)
         yield from loop.txns(source, max_steps)
         self._rank.state.reshard_models()
 

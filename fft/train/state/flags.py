@@ -1,9 +1,9 @@
-"""Switches of parameters and modules that a script may change between two steps, as plain data.
+"""Flags of parameters and modules that a script may change between two steps, as plain data.
 
-A joining group runs the script from its beginning, so it has not made the changes that the others
-made after some step: layers that were thawed, modules in evaluation mode, settings of FSDP2. These
-are sent with the state. Hooks, and other settings that are no plain values, cannot be sent; their
-names are, so that a difference is found.
+These are ``requires_grad``, the training mode, and settings of FSDP2. A joining group runs the
+script from its beginning, so it lacks the changes that the other groups made after some step. FFT
+sends the flags with the state. It cannot send hooks and settings that are not plain values. Their
+names are sent instead, so that a joiner detects a difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fft.errors import StateMismatch
-from fft.train.state.sharded import lay_out, load_settings_of, settings_of, unsent_settings_of
+from fft.train.state.sharded import init_fsdp, load_settings_of, settings_of, unsent_settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,28 +29,27 @@ _HOOKS = (
     "_post_accumulate_grad_hooks",
 )
 """Attributes of modules and parameters with the hooks of a forward and a backward."""
-_OWN = ("torch.", "fft.")
-"""Modules whose hooks the script has not written; some are registered in the first forward."""
+_IGNORED = ("torch.", "fft.")
+"""Packages whose hooks are ignored, because torch registers some of them in the first forward."""
 _SHOWN = 5
 
 
 class Flags:
-    """The switches of ``models``."""
+    """The flags of ``models``."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._first_hooks: dict[str, list[str]] | None = None
-        """Names of the hooks by place, when the job began here."""
+        """Names of the hooks by place, at the first call of `changed_hooks`; None before it."""
 
     def export(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Export the switches of the modules and of ``parameters``.
+        """Export the flags of the modules and of ``parameters``.
 
         Returns:
             ``trained``: ``requires_grad`` by parameter. ``modes``: training mode by module.
-            ``fsdp``: settings by FSDP2 module. ``hooks``: names of the hooks of each module and
-            parameter whose hooks have changed since the job began here.
+            ``fsdp``: settings by FSDP2 module. ``hooks``: the result of `changed_hooks`.
         """
-        lay_out(self._models)
+        init_fsdp(self._models)
         modules = self.modules()
         return {
             "trained": {name: p.requires_grad for name, p in parameters.items()},
@@ -62,9 +61,11 @@ class Flags:
     def changed_hooks(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """Return the names of the hooks where they differ from those at the first call.
 
-        Settings of FSDP2 that cannot be sent have places of their own.
+        The first call, when the job begins in this process, records the hooks and returns none.
+        Keys are places: names of modules and parameters, and for a setting of FSDP2 that cannot be
+        sent, the module with the attribute.
         """
-        lay_out(self._models)
+        init_fsdp(self._models)
         now = dict(_hooks_of({**self.modules(), **parameters}))
         if self._first_hooks is None:
             self._first_hooks = now
@@ -72,12 +73,12 @@ class Flags:
         return {k: now.get(k, []) for k in first | now if first.get(k) != now.get(k)}
 
     def load(self, flags: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Load switches that another rank has exported. They may lack ``hooks``.
+        """Load flags that another rank has exported. They may lack ``hooks``.
 
         Raises:
             StateMismatch: Hooks differ; the message names the module or the parameter.
         """
-        lay_out(self._models)  # before the changes, as where they were made
+        init_fsdp(self._models)  # here, as on the other rank, before the script's changes
         changed = []
         for name, parameter in parameters.items():
             if (trained := flags["trained"].get(name)) not in (None, parameter.requires_grad):
@@ -122,10 +123,10 @@ class Flags:
 
 
 def _hooks_of(places: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the places that have hooks of the script, with the names of these."""
+    """Yield each place that has hooks of the script, with their names; see `changed_hooks`."""
     for place, thing in places.items():
         hooks = [h for kind in _HOOKS for h in (getattr(thing, kind, None) or {}).values()]
-        if names := [name for name in map(_name_of, hooks) if not name.startswith(_OWN)]:
+        if names := [name for name in map(_name_of, hooks) if not name.startswith(_IGNORED)]:
             yield place, names
         if isinstance(thing, nn.Module):
             for name, value in unsent_settings_of(thing).items():
@@ -134,12 +135,12 @@ def _hooks_of(places: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _text_of(value: Any) -> str | None:
-    """Return what the error shows of a setting that cannot be sent; None for torch's objects."""
+    """Return how an error shows a setting that cannot be sent; None if it is to be ignored."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if type(value) is torch.Tensor:
         return "a tensor"
-    if value is None or (text := _name_of(value)).startswith(_OWN):
+    if value is None or (text := _name_of(value)).startswith(_IGNORED):
         return None
     return f"{text}.{value.name}" if isinstance(value, Enum) else text
 

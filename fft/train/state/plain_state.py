@@ -397,7 +397,7 @@ def tensors_of(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parts_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an exported state by name, each hyperparameter and kind of switch as one
+    """Yield the parts of an exported state by name, each hyperparameter and kind of flag as one
     part."""
     for key, value in state.items():
         if key == "flags":

@@ -1,9 +1,12 @@
 """Reset modules under FSDP2 (``fully_shard``) to their state between two steps: sharded and idle.
 
-A rollback also restores their settings. FSDP2 keeps them in objects of its own, one next to the
-other with the progress of an iteration, and each release adds some. So everything in these objects
-is captured while they are idle, except the parameters themselves. Containers are restored with
-their contents; a tensor or an object that is no container is restored by reference.
+A rollback also restores their settings. FSDP2 keeps these in its own objects, together with the
+progress of an iteration, and each release adds some. So FFT captures all attributes of these
+objects while they are idle, except the parameters themselves. It restores containers with their
+contents, and any other value, such as a tensor, by reference.
+
+Another process receives the settings that are plain values (`settings_of`). For the others, it
+receives their names and compares them with its own (`unsent_settings_of`, `fft.train.state.flags`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from fft.train.guard.torch_adapter import (
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, set, dict, deque)
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
-"""The package whose objects hold the settings."""
+"""The package of the objects that hold the settings."""
 
 
 def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
@@ -41,10 +44,11 @@ def _fsdp_states(models: Sequence[nn.Module]) -> Iterator[Any]:
                 yield fsdp_state(module)
 
 
-def lay_out(models: Sequence[nn.Module]) -> None:
-    """Let FSDP2 do now what it would do in the first forward, before which it has no roots.
+def init_fsdp(models: Sequence[nn.Module]) -> None:
+    """Run the lazy initialization of FSDP2, which the first forward would run. Idempotent.
 
-    Otherwise what the first forward decides would look like changes of the step.
+    It finds the root modules and sets some settings. If it ran in a step, these would look like
+    changes that the step function has made.
     """
     for model in models:
         for module in model.modules():  # an outer module comes before those in it
@@ -82,25 +86,25 @@ def reshard(models: Sequence[nn.Module]) -> None:
 
 
 class FsdpSettings:
-    """Everything in the objects of FSDP2 except parameters, of some models, which are idle now."""
+    """All attributes of the FSDP2 objects of some models, which must be idle, except parameters."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._states: list[Any] = []
         self._objects: list[Any] = []
-        """All objects of FSDP2 that the states refer to, found once, because that takes long."""
+        """All FSDP2 objects that `_states` refer to, kept because the search takes long."""
 
     def capture(self) -> list[Callable[[], None]]:
         """Return functions that restore the settings, to be called after `reset_fsdp`."""
         states = [*_fsdp_states(self._models)]
         if [*map(id, states)] != [*map(id, self._states)]:
-            lay_out(self._models)
+            init_fsdp(self._models)
             self._states, self._objects = states, [*_objects(states)]
         return [partial(_restore, thing, *_copied(thing)) for thing in self._objects]
 
 
 def _copied(thing: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """Return the attributes, and pairs of a container among or in these and its content."""
+    """Return the attributes, and a pair (container, copy of it) for each container in them."""
     before = vars(thing).copy()
     for name in OWN_TENSORS:
         before.pop(name, None)
@@ -149,10 +153,10 @@ def _restore(thing: Any, before: dict[str, Any], contents: list[tuple[Any, Any]]
 def settings_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the plain values in the objects of an FSDP2 module; empty for other modules.
 
-    The numbers of single parameters depend on the rank, so only their switches are returned.
-    `unsent_settings_of` yields all other values.
+    Of the objects of single parameters only bools are returned, because numbers depend on the rank.
+    `unsent_settings_of` returns all other values.
     """
-    things = _things(module)
+    things = _holders(module)
     return [{n: v for n, v in vars(t).items() if _is_plain(v, kinds)} for t, kinds in things]
 
 
@@ -162,7 +166,7 @@ def unsent_settings_of(module: nn.Module) -> dict[str, list[Any]]:
     Tensors of single parameters are omitted, because they hold the parameters.
     """
     found: dict[str, list[Any]] = {}
-    for thing, kinds in _things(module):
+    for thing, kinds in _holders(module):
         for name, value in vars(thing).items():
             if _is_plain(value, kinds):
                 continue
@@ -173,17 +177,18 @@ def unsent_settings_of(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def load_settings_of(module: nn.Module, settings: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the result of `settings_of`, where the values here are plain or absent, too.
+    """Load the result of `settings_of`, except where this process has a value that is not plain.
 
     A list that FFT 0.1 has saved is shorter, and has fewer values.
     """
-    for (thing, kinds), values in zip(_things(module), settings or (), strict=False):
+    for (thing, kinds), values in zip(_holders(module), settings or (), strict=False):
         mine = vars(thing)
         fitting = {n: v for n, v in values.items() if n not in mine or _is_plain(mine[n], kinds)}
         mine.update(copy.deepcopy(fitting))
 
 
 def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether ``value`` is of one of ``kinds``, or for `_PLAIN` a container of such values."""
     if kinds is _PLAIN and type(value) in (list, tuple):
         return all(_is_plain(each, kinds) for each in value)
     if kinds is _PLAIN and type(value) is dict:
@@ -203,8 +208,11 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _things(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
-    """Return the objects with the settings of an FSDP2 module, and the types of these."""
+def _holders(module: nn.Module) -> list[tuple[Any, tuple[type, ...]]]:
+    """Return the objects with the settings of an FSDP2 module, and the types of those it sends.
+
+    The order is part of the state that processes exchange.
+    """
     if not isinstance(module, FSDPModule):
         return []
     state = fsdp_state(module)

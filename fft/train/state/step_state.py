@@ -359,7 +359,7 @@ class StepState:
         }
 
     def export_flags(self) -> dict[str, Any]:
-        """Export the switches of parameters and modules (see `Flags.export`)."""
+        """Export the flags of parameters and modules (see `Flags.export`)."""
         flags = self._flags.export(self.resharded_named_parameters())
         transient = [
             f"{place}.{slot}"
@@ -403,7 +403,7 @@ class StepState:
         """
         names = self.resharded_named_parameters()
         self.refuse_unfit(state)
-        self._flags.changed_hooks(names)  # `extra` may register some as it is loaded
+        self._flags.changed_hooks(names)  # records the first hooks before `extra` registers some
         extra = self._spread(state["extra"])
         with torch.no_grad():
             for name, parameter in names.items():
@@ -494,7 +494,7 @@ class StepState:
     def progress(self) -> dict[str, Any]:
         """Copy the state besides weights and optimizer state, as plain data.
 
-        This covers settings of optimizers, LR schedules, registered objects, and switches.
+        This covers settings of optimizers, LR schedules, registered objects, and flags.
 
         Raises:
             TypeError: A value is neither plain nor a tensor; the message names the place.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rehearsal(Transaction):
-    """A transaction of this process alone, which never commits.
+    """A transaction outside the job, of this replica group alone, which never commits.
 
     Attributes:
         failure: The error of the step function, or None.
@@ -62,24 +62,28 @@ class Rehearsal(Transaction):
         return True
 
 
-def rehearsed(
+def rehearse(
     rank: RankContext, loop: TransactionLoop, source: DataSource | ShardedSource
 ) -> Iterator[Transaction]:
-    """Yield a rehearsal if this process is about to join a job that goes on without it.
+    """Yield one rehearsal if this process is about to join a job that goes on without it.
 
-    A failure is logged only, because it may be due to the weights, which are not the job's yet.
+    Otherwise yield nothing. A failure is only logged, because its cause may be the weights, which
+    are not the job's yet.
     """
-    # a shard is read once, and the group of a replacement is in the job already
+    # The other ranks of a replacement's group are in the job, so they could not take part. With
+    # "never", no step function may run before the state is fetched. A shard can be read only once.
     needs_state = rank.settings.is_replacement or rank.settings.config.learners == "never"
     if needs_state or isinstance(source, ShardedSource):
         return
     if rank.job.engine is not None or (head := _running_job(rank)) is None:
         return
-    cursor, slices = rank.state.cursor, loop.fixed_slices
-    cursor = head.cursor if source.in_any_order else cursor
-    mine, end = (rank.job.peer.group,), cursor + (slices or 1)
-    token, of_job = Token(head.epoch, 0), (head.step, head.lineage)
-    plan = StartTxn(token, *of_job, cursor, None, 1, mine, 0, None, end, fixed_slices=slices)
+    # a sequential source is still at its own position, and loads that of the job with the state
+    cursor = head.cursor if source.in_any_order else rank.state.cursor
+    n, mine = loop.fixed_slices, (rank.job.peer.group,)
+    at, end = (Token(head.epoch, 0), head.step, head.lineage, cursor), cursor + (n or 1)
+    plan = StartTxn(
+        *at, index=None, participants=1, members=mine, commits=0, next_cursor=end, fixed_slices=n
+    )
     torchft, txn, state = rank.manager._torchft, rank.txn, rank.state
     began, before = time.monotonic(), (torchft.step, torchft.participating_replica_world_size)
     failure: Exception | None = None
@@ -95,7 +99,7 @@ def rehearsed(
         state.registered.capture()
         yield (rehearsal := Rehearsal(rank, loop, plan, drawn))
         failure = rehearsal.failure
-    except Exception as error:  # noqa: BLE001 - of the data; those of a step that counts may be good
+    except Exception as error:  # noqa: BLE001 - data of this batch; the job's batches may be valid
         failure = error
     finally:
         loop.attempt.give_up()
@@ -105,13 +109,12 @@ def rehearsed(
         state.registered.forget()
         txn.is_rehearsal = False
         torchft.step, torchft.participating_replica_world_size = before
-    seconds = time.monotonic() - began
     if failure is None:
         if state.paradigm.steps_together:
-            rank.watchers.join(is_warm=True)
-        logger.info("rehearsed a step in %.2f s; this process now joins the job", seconds)
+            rank.watchers.join(is_strict=True)
+        logger.info("rehearsed a step in %.2f s; joining the job", time.monotonic() - began)
     else:
-        text = "the step that was rehearsed before joining has failed: %s; this process joins"
+        text = "the step that was rehearsed before joining has failed: %s; joining anyway"
         logger.warning(text, text_of(failure), exc_info=failure)
 
 

@@ -20,7 +20,7 @@ from fft.train.paradigms.periodic.synchronizer import LocalPhase, Synchronizer
 from fft.train.session.paradigm import Committed, SharedState
 from fft.train.session.rank_context import RankContext
 from fft.train.state.step_state import TornState
-from fft.train.step.rehearsal import rehearsed
+from fft.train.step.rehearsal import rehearse
 from fft.train.step.transaction import Transaction, TransactionLoop
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Periodic(Lockstep):
         assert not isinstance(source, ShardedSource), "refused before"
         steps = self.synchronizer.schedule.steps
         inputs = LeasedInputs(source, steps, self.items_per_step, self.batches.number)
-        yield from rehearsed(self._rank, loop, source)
+        yield from rehearse(self._rank, loop, source)
         yield from self._loop_of(loop, self.synchronizer).run(inputs, max_steps)
         self._rank.state.reshard_models()
 
