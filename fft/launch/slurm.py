@@ -75,9 +75,9 @@ address() {  # NODE
 }
 hosts=()
 for node in "${nodes[@]:0:3}"; do hosts+=("$(address "$node")"); done
-# The first three nodes serve the bus, or the first one. The servers end with this shell. If its
-# node is lost, the second one ends the job. SIGTERM reaches all processes when SLURM ends the job,
-# and a drain needs the bus.
+# The first three nodes serve the bus, or the first one. The servers end with this shell, but
+# not with its node. SIGTERM reaches all processes when SLURM ends the job, and a drain needs the
+# bus.
 server=("${fft[@]}" serve --hosts "$(IFS=,; echo "${hosts[*]}")" --token-file "$FFT_TOKEN_FILE" \\
   --job "slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}")
 end_servers() {
@@ -85,42 +85,11 @@ end_servers() {
     awk '$2 == "bus" { print $1 }' | xargs --no-run-if-empty scancel --quiet --signal=KILL
 }
 trap end_servers EXIT
-of_bus='trap "" TERM USR1
-follow() {  # when the node of the batch shell is lost
-  local run=${FFT_TOKEN_FILE%/*} fft=("${@:2:@WORDS@}") end left status silent=0
-  until read -r left end < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%N %e") &&
-    [ -n "$end" ] && ! scontrol show hostnames "$left" | grep -qxF "$1"; do sleep 5; done
-  export FFT_BUS=$(grep -o "nats://[^ ]*" "$run/bus-1.0.out" | tail -n 1)
-  end=$(date -d "$end" +%s) || end=99999999999
-  while :; do
-    left=$((end - @LIMIT_S@ - $(date +%s)))
-    timeout "$((left > 1 ? left : 1))" "${fft[@]}" launch outcome --groups @GROUPS@ --wait
-    status=$?
-    case $status in
-      2) [ "$((silent += 1))" -lt 6 ] || break ;;  # the bus is silent, or lost
-      75) [ -s "$run/array" ] || break ;;  # all tasks of the array were drained, and come back
-      *) break ;;
-    esac
-    sleep 5
-  done
-  case $status in
-    0 | 1 | 3)
-      if [ -s "$run/array" ]; then
-        touch "$run/complete"; rm -f "$run/bus"
-        scancel --quiet --state=PENDING "$(< "$run/array")"
-      fi
-      exec scancel "$SLURM_JOB_ID" ;;
-    124) "${fft[@]}" drain --all --wait 10; "${fft[@]}" launch outcome --groups @GROUPS@ --wait ;;
-  esac
-  scontrol requeue "$SLURM_JOB_ID"
-}
-[ "$1" != 1 ] || follow "${@:2}" &
-exec "${@:3}"'
 if [ "${#hosts[@]}" = 3 ]; then
   for number in 1 2; do
     srun --nodes=1 --ntasks=1 --nodelist="${nodes[$number]}" --no-kill --input=none --overlap \\
-      --mem=0 --job-name=bus --open-mode=append --output="$run/bus-$number.%t.out" \\
-      bash -c "$of_bus" bus "$number" "${nodes[0]}" "${server[@]}" --host "${hosts[$number]}" &
+      --mem=0 --job-name=bus --open-mode=append --output="$run/bus-$number-%N.out" \\
+      bash -c 'trap "" TERM USR1; exec "$@"' bus "${server[@]}" --host "${hosts[$number]}" &
   done
 fi
 exec {bus}< <(trap '' TERM USR1; exec "${server[@]}" --host "${hosts[0]}" --with-parent)
@@ -318,7 +287,6 @@ class SlurmJob:
             "RUN_OPTIONS": shlex.join(run),
             "GROUPS": str(self.placement.groups),
             "PARTS_OF_GROUP": str(self.placement.parts_of_group),
-            "LIMIT_S": str(round(self.drain_timeout) + _REQUEUE_S),
         }
         # in one pass, so that an argument of the script that looks like a name stays as it is
         return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], _HEAD + text)
