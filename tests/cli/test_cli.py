@@ -406,7 +406,7 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 def test_main_thread_machine_is_checked_and_drawn_like_the_engine() -> None:
     reported = fft("dev", "spec", "main_thread")
     assert reported.exit_code == 0, reported.stderr
-    assert "main_thread: valid; 28 rows; 12 states: IDLE.ready" in reported.stdout
+    assert "main_thread: valid; 28 rows; 12 states, named IDLE.ready" in reported.stdout
     drawn = fft("dev", "graph", "main_thread")
     assert drawn.stdout.startswith("stateDiagram-v2\n    [*] --> IDLE_ready\n")
     assert "WAITING --> APPLYING: apply" in drawn.stdout
