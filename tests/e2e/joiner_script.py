@@ -70,8 +70,8 @@ def main(kind: str, folder: Path) -> None:
             if txn.step == KILLED_AT and is_victim and not killed.exists():
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if group == "1" and killed.exists():
-                back.touch()
+        if group == "1" and killed.exists() and txn.committed:  # not while it rehearses
+            back.touch()
         if thaws and txn.committed and txn.step == 4:
             model.get_submodule("0").requires_grad_(True)
         if group == "0" and killed.exists():
